@@ -102,7 +102,7 @@ def of_buckets(
 
     Raises ShardError if they contradict each other, or whose state lies where cannot be told.
     """
-    ranks = _by_rank(tensors, folder)
+    ranks = _by_rank(tensors, objects, folder)
     parallel = _ParallelSizes(args, weights, ranks, objects, folder)
     cells = {key: _cells(key, own) for key, own in weights.items() if type(own) is TensorPieces}
     found: list[PlacedParameter] = []
@@ -115,7 +115,9 @@ def of_buckets(
     return _state_of(found, weights, folder)
 
 
-def _by_rank(tensors: Mapping[str, TensorPieces], folder: str) -> dict[int, _Ranks]:
+def _by_rank(
+    tensors: Mapping[str, TensorPieces], objects: Mapping[tuple[int, str], Mapping[int, Value]], folder: str
+) -> dict[int, _Ranks]:
     """Return the buffers of all model-parallel ranks, by chained optimizer. Raises ShardError if some are missing."""
     numbered: dict[int, dict[int, dict[int, dict[int, dict[str, TensorPieces]]]]] = {}
     dtypes: dict[tuple[int, int, int], str] = {}
@@ -130,6 +132,7 @@ def _by_rank(tensors: Mapping[str, TensorPieces], folder: str) -> dict[int, _Ran
     for chain, of_chain in sorted(numbered.items()):
         for group in _without_gap(of_chain, "ranks", folder):
             buffers = of_chain[group]
+            lengths = objects.get((chain, "per_bucket_numel_unpadded"), {}).get(group)
             ranks.setdefault(chain, {})[group] = [
                 Buffer(
                     _weights_type(dtypes[chain, group, number], folder),
@@ -137,7 +140,23 @@ def _by_rank(tensors: Mapping[str, TensorPieces], folder: str) -> dict[int, _Ran
                 )
                 for number in _without_gap(buffers, f"buffers of model-parallel rank {group}", folder)
             ]
+            own = [[bucket.elements for bucket in buffer.buckets] for buffer in ranks[chain][group]]
+            if type(lengths) is list and [*map(_lengths, lengths)] != own:
+                raise ShardError(
+                    "the buckets of a Megatron checkpoint are not those that its optimizer lists",
+                    expected=f"in each buffer buckets of as many elements as per_bucket_numel_unpadded says,"
+                    f" {[*map(_lengths, lengths)]}"[:200],
+                    got=str(own)[:200],
+                    where=f"model-parallel rank {group} of {folder}",
+                    remedy="copy or restore all files of one save",
+                )
     return ranks
+
+
+def _lengths(of_buffer: Value) -> Value:
+    """Return how long the buckets of a buffer are, by the record that the optimizer keeps of them."""
+    listed = [value for _, value in of_buffer.pairs()] if type(of_buffer) is Dict else []
+    return listed[0] if len(listed) == 1 else None
 
 
 def _weights_type(name: str, folder: str) -> DType:

@@ -44,6 +44,8 @@ _OF_GROUP = re.compile(
     r"(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.(?P<what>[a-z_]+)"
 )
 _COMMON_STATE = "common_state"
+# How the optimizer's state is kept.
+_CONTENT, _LENGTHS = "content_metadata", "per_bucket_numel"
 # Objects that are of these ranks alone.
 _OF_RANKS = ("rng_state", "rerun_state_machine_state")
 
@@ -56,12 +58,14 @@ class _Objects(NamedTuple):
         extra: what modules of the model have besides tensors, by key.
         of_groups: of the distributed optimizer, by chained optimizer and kind, the values of all model-parallel ranks.
         left_out: keys of those that are of these ranks alone.
+        of_files: keys of those that say how the optimizer's state is kept.
     """
 
     common: Mapping[str, Value]
     extra: Mapping[str, Value]
     of_groups: Mapping[tuple[int, str], Mapping[int, Value]]
     left_out: Sequence[str]
+    of_files: Sequence[str]
 
 
 def read_training(folder: str) -> FolderTraining:
@@ -112,8 +116,11 @@ def read_training(folder: str) -> FolderTraining:
     if scaler is not None:
         values["scaler"] = scaler
     training = SavedTraining({**weights, **objects.extra}, state, groups, values)
-    notes = differing(objects.left_out, "states of the ranks that saved them, which no other layout has")
-    return FolderTraining(training, of_file, tuple(notes))
+    left_out = [
+        *differing(objects.left_out, "states of the ranks that saved them, which no other layout has"),
+        *differing(objects.of_files, "about the form that these files have for the optimizer"),
+    ]
+    return FolderTraining(training, of_file, tuple(left_out))
 
 
 def _common_file(folder: str) -> tuple[Mapping[str, Value], Mapping[str, int]]:
@@ -169,6 +176,7 @@ def _sorted(found: Mapping[str, Value], common: Mapping[str, Value], folder: str
     extra: dict[str, Value] = {}
     of_groups: dict[tuple[int, str], dict[int, Value]] = {}
     left_out: list[str] = []
+    of_files: list[str] = []
     for name, listed in found.items():
         value = listed[0] if type(listed) is list and len(listed) == 1 else listed
         match = _OBJECT.fullmatch(name)
@@ -180,6 +188,7 @@ def _sorted(found: Mapping[str, Value], common: Mapping[str, Value], folder: str
         elif group := _OF_GROUP.fullmatch(key):
             chain = int(group["chain"] or 0)
             of_groups.setdefault((chain, group["what"]), {})[int(group["group"])] = value
+            of_files += [name] if group["what"].startswith(_LENGTHS) else []
         else:
             extra[name] = value
     if not common:
@@ -190,7 +199,8 @@ def _sorted(found: Mapping[str, Value], common: Mapping[str, Value], folder: str
             where=folder,
             remedy="copy or restore all files of one save; weights alone can be read with --from dcp",
         )
-    return _Objects(common, extra, of_groups, left_out)
+    of_files += [key for key in common if key == _CONTENT]
+    return _Objects(common, extra, of_groups, left_out, of_files)
 
 
 def _args(objects: _Objects) -> Mapping[str, Value]:

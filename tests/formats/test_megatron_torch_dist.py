@@ -1,0 +1,375 @@
+"""Trainings as Megatron-Core saves them (torch_dist): all tensors come out of every form, or the folder is refused."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import dcp_peer, torch_peer
+from support.command_line import refused, run_here
+from support.examples import few, many
+from support.megatron_peer import FORMS, KINDS, Contents, Form, Surprise, Training, gpt, write
+
+from reshard_mpi.testing.sample_tensors import SampleTensor
+
+
+def require_all(folder: Path, training: Training) -> None:
+    """Require that the tensors that are read are those of a training, bit by bit."""
+    made, expected = dcp_peer.arrays_of(folder), training.expected()
+    assert set(made) == set(expected)
+    for name, sample in expected.items():
+        assert (made[name].shape, made[name].tobytes()) == (sample.shape, sample.content), name
+
+
+def forms() -> list[tuple[str, Training, Form]]:
+    """Return a training and a form for each thing that can be different."""
+    plain, cut = gpt(4), Form(tensor=2, stages=2, data=2, bucket=200)
+    of_experts = gpt(2, experts=4)
+    return [
+        *((state, plain, replace(cut, state=state)) for state in FORMS),
+        ("one rank", plain, Form()),
+        ("chunks", gpt(8), replace(cut, chunks=2, bucket=0)),
+        ("chunks and buckets", gpt(8), replace(cut, chunks=2)),
+        ("not gated", gpt(4, is_gated=False), cut),
+        ("tied", gpt(2, is_tied=True), cut),
+        ("tied, one stage", gpt(2, is_tied=True), Form(tensor=2, bucket=100)),
+        ("float16", gpt(2, dtype="float16"), cut),
+        *((f"float32, {state}", gpt(2, dtype="float32"), replace(cut, state=state)) for state in FORMS),
+        ("numbered layers", gpt(4, is_numbered=True), cut),
+        ("experts in the one optimizer", of_experts, Form(tensor=2, stages=2)),
+        *((f"experts, {state}", of_experts, replace(cut, state=state, expert=2)) for state in FORMS),
+        ("experts cut otherwise", of_experts, Form(tensor=2, expert=2, expert_tensor=1)),
+        ("numbered experts", gpt(2, experts=4, is_numbered=True), replace(cut, expert=2)),
+        ("float32 router", gpt(2, experts=2, of_float32=frozenset({"mlp.router.weight"})), cut),
+        ("chunks of two types", gpt(4, of_float32=frozenset({"mlp.linear_fc2.weight"})), replace(cut, chunks=2)),
+        ("release 0.15", plain, replace(cut, has_file=True, is_own_class=True, has_plans=True)),
+        ("release 0.14", plain, replace(cut, state=FORMS[2], has_file=True, has_plans=True)),
+    ]
+
+
+@pytest.mark.parametrize(("training", "form"), [pytest.param(*own, id=name) for name, *own in forms()])
+def test_every_form(tmp_path: Path, training: Training, form: Form) -> None:
+    write(tmp_path, training, form)
+    require_all(tmp_path, training)
+
+
+@st.composite
+def laid(draw: st.DrawFn) -> tuple[Training, Form]:
+    """Draw a training, and how it is laid."""
+    tensor, stages, chunks = (draw(st.sampled_from(sizes)) for sizes in ((1, 2, 4), (1, 2, 3), (1, 2)))
+    expert = draw(st.sampled_from((0, 1, 2)))
+    training = gpt(
+        stages * chunks * draw(st.integers(1, 2)),
+        hidden=draw(st.sampled_from((4, 8, 12))),
+        ffn=draw(st.sampled_from((4, 8))),
+        rows=4 * draw(st.integers(2, 7)),
+        experts=expert * draw(st.integers(1, 2)),
+        is_gated=draw(st.booleans()),
+        has_bias=draw(st.booleans()),
+        dtype=draw(st.sampled_from(("bfloat16", "float16", "float32"))),
+        is_tied=draw(st.booleans()),
+        is_numbered=draw(st.booleans()),
+        seed=draw(st.integers(0, 1 << 20)),
+    )
+    form = Form(
+        draw(st.sampled_from(FORMS)),
+        tensor,
+        stages,
+        chunks if stages > 1 else 1,
+        draw(st.integers(1, 3)),
+        max(expert, 1),
+        bucket=draw(st.sampled_from((0, 1, 100, 400))),
+        has_file=draw(st.booleans()),
+        is_own_class=draw(st.booleans()),
+        has_plans=draw(st.booleans()),
+        seed=draw(st.integers(0, 99)),
+    )
+    return training, form
+
+
+@many(60)
+@given(laid())
+def test_random_trainings(tmp_path_factory: pytest.TempPathFactory, drawn: tuple[Training, Form]) -> None:
+    folder = tmp_path_factory.mktemp("training")
+    write(folder, *drawn)
+    require_all(folder, drawn[0])
+
+
+# Weights that are alike
+
+
+def with_alike(training: Training, *names: str, value: float = 1.0) -> Training:
+    """Return a training in which the weights of some tensors are all one number, as they begin."""
+    arrays = {key: dict(kinds) for key, kinds in training.arrays.items()}
+    for name in names:
+        arrays[name]["param"] = np.full_like(arrays[name]["param"], value)
+    return replace(training, arrays=arrays)
+
+
+NORM, OTHER = (
+    "decoder.layers.self_attention.linear_qkv.layer_norm_weight",
+    "decoder.layers.mlp.linear_fc1.layer_norm_weight",
+)
+
+
+@pytest.mark.parametrize(
+    "form", [Form(tensor=2, stages=2, bucket=100), Form(stages=2, chunks=2), Form(data=2)], ids=str
+)
+def test_layers_that_are_alike_are_told_by_their_order(tmp_path: Path, form: Form) -> None:
+    training = with_alike(gpt(8), NORM)
+    write(tmp_path, training, form)
+    require_all(tmp_path, training)
+
+
+def test_two_that_are_alike_in_a_layer_are_not_told(tmp_path: Path) -> None:
+    """Nothing says which was built first. The form that has names needs no order."""
+    training = with_alike(gpt(2), NORM, OTHER)
+    write(tmp_path, training, Form(tensor=2))
+    said = refused("plan", tmp_path, tmp_path.parent / "out")
+    assert NORM.removeprefix("decoder.layers.") in said and OTHER.removeprefix("decoder.layers.") in said
+    named = tmp_path.parent / "named"
+    write(named, training, Form("fully_reshardable", tensor=2))
+    require_all(named, training)
+
+
+# Folders that contradict themselves
+
+
+def lost(name: str) -> Any:
+    """Return a change that takes a tensor or object out of a folder."""
+
+    def change(contents: Contents) -> None:
+        del (contents.tensors if name in contents.tensors else contents.objects)[name]
+
+    return change
+
+
+def lost_bucket(group: int, *, number: int = 0, prefix: str = "", kinds: tuple[str, ...] = KINDS) -> Any:
+    """Return a change that takes away a bucket of a rank's first buffer. number: -1 is the last one."""
+
+    def change(contents: Contents) -> None:
+        begin = f"{prefix}optimizer.distributed.dp_group_idx_{group}.gbuf_idx_0."
+        own = {
+            name: int(name.split("bucket_idx_")[1].split(".")[0]) for name in contents.tensors if name.startswith(begin)
+        }
+        lost = number if number >= 0 else max(own.values())
+        for name in [name for name in own if own[name] == lost and name.endswith(kinds)]:
+            del contents.tensors[name]
+
+    return change
+
+
+def with_args(**changed: Any) -> Any:
+    return lambda contents: vars(contents.common["args"]).update(changed)
+
+
+def renamed(before: str, after: str) -> Any:
+    """Return a change of a word in the names of all tensors."""
+
+    def change(contents: Contents) -> None:
+        kept = {name.replace(before, after): tensor for name, tensor in contents.tensors.items()}
+        assert kept.keys() != contents.tensors.keys()
+        contents.tensors.clear()
+        contents.tensors.update(kept)
+
+    return change
+
+
+def without_experts(contents: Contents) -> None:
+    """Take away the last expert of each layer, weights and all."""
+    for name, tensor in contents.tensors.items():
+        if ".experts." in name:
+            pieces = [piece for piece in tensor.pieces if piece[1][1] != 3]
+            contents.tensors[name] = tensor._replace(shape=(2, 3, *tensor.shape[2:]), pieces=pieces)
+
+
+def without_pieces(word: str) -> Any:
+    """Return a change that takes the last piece from each tensor with a word in its name."""
+
+    def change(contents: Contents) -> None:
+        for name, tensor in contents.tensors.items():
+            if word in name:
+                contents.tensors[name] = tensor._replace(pieces=tensor.pieces[:-1])
+
+    return change
+
+
+def shifted(contents: Contents) -> None:
+    """Write the state of the embedding as releases do whose buckets are several: other elements, the last ones zero."""
+    for kind in KINDS:
+        name = f"optimizer.state.{kind}.embedding.word_embeddings.weight"
+        tensor = contents.tensors[name]
+        moved = [(*piece[:2], replace(piece[2], content=piece[2].content[64:] + bytes(64))) for piece in tensor.pieces]
+        contents.tensors[name] = tensor._replace(pieces=moved)
+
+
+def longer_bucket(contents: Contents) -> None:
+    """Add elements behind the last parameter of a bucket."""
+    for name, tensor in contents.tensors.items():
+        if "dp_group_idx_0" in name:
+            (length,) = tensor.shape
+            more = SampleTensor("", tensor.pieces[0][2].dtype, (10,), bytes(40))
+            contents.tensors[name] = tensor._replace(
+                shape=(length + 10,), pieces=[*tensor.pieces, ("__0_0.distcp", (length,), more)]
+            )
+
+
+def gather_scatter(contents: Contents) -> None:
+    contents.objects["optimizer.distributed.dp_group_idx_0.param_state/shard_0_1"] = ("__0_0.distcp", [{}])
+
+
+CUT = Form(tensor=2, stages=2)
+BUCKETS, NAMED, FLATTENED = CUT, replace(CUT, state=FORMS[1]), replace(CUT, state=FORMS[2], data=2)
+PLAIN = replace(CUT, state="none")
+EXPERTS = replace(CUT, expert=2)
+CONTRADICTIONS: dict[str, tuple[Form, Any, tuple[str, ...]]] = {
+    "layers": (NAMED, with_args(num_layers=3), ("num_layers of 3", "got: 2")),
+    "vocabulary": (NAMED, with_args(padded_vocab_size=32), ("padded_vocab_size of 32", "got: 24")),
+    "width": (PLAIN, with_args(hidden_size=16), ("hidden_size of 16", "got: 8")),
+    "experts": (EXPERTS, with_args(num_experts=8), ("num_experts of 8", "got: 4")),
+    "tensor ranks": (BUCKETS, with_args(tensor_model_parallel_size=4), ("4 tensor-parallel ranks",)),
+    "stages": (BUCKETS, with_args(pipeline_model_parallel_size=1), ("1 stages", "4 model-parallel ranks")),
+    "a last rank's buckets": (BUCKETS, lost_bucket(3), ("3 model-parallel ranks",)),
+    "a rank's buckets": (BUCKETS, lost_bucket(1), ("from 0 to 3",)),
+    "a bucket": (replace(BUCKETS, bucket=100), lost_bucket(0), ("buckets of model-parallel rank 0",)),
+    "copies in a bucket": (BUCKETS, lost_bucket(2, kinds=("param",)), ("param in float32",)),
+    "the last bucket": (replace(BUCKETS, bucket=100), lost_bucket(2, number=-1), ("per_bucket_numel_unpadded",)),
+    "elements of buckets": (BUCKETS, without_pieces("bucket_idx_0"), ("each once",)),
+    "elements behind a bucket": (BUCKETS, longer_bucket, ("model-parallel rank 0",)),
+    "buckets in FP8": (BUCKETS, renamed("(torch.bfloat16", "(torch.uint8"), ("FP8",)),
+    "buckets of another type": (BUCKETS, renamed("(torch.bfloat16", "(torch.complex64"), ("complex64",)),
+    "experts of an optimizer": (EXPERTS, lost_bucket(7, prefix="chained_1."), ("experts",)),
+    "lost experts": (EXPERTS, without_experts, ("num_experts of 4", "got: 3")),
+    "shifted state": (NAMED, shifted, ("'embedding.word_embeddings.weight'", "--overlap-grad-reduce")),
+    "elements of parts": (FLATTENED, without_pieces("optimizer.state.exp_avg."), ("lacks elements",)),
+    "weights without state": (NAMED, lost("output_layer.weight"), ("'output_layer.weight'",)),
+    "what is in common": (NAMED, lambda contents: contents.common.clear(), ("common.pt",)),
+    "another form": (NAMED, gather_scatter, ("dp_zero_gather_scatter",)),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_contradictions(tmp_path: Path, case: str) -> None:
+    form, change, says = CONTRADICTIONS[case]
+    write(tmp_path, gpt(2, experts=4 * (form.expert > 1)), form, spoil=change)
+    said = refused("plan", tmp_path, tmp_path.parent / "out")
+    assert all(word in said for word in says), said
+    assert str(tmp_path) in said
+
+
+@pytest.mark.parametrize("state", FORMS)
+def test_state_of_another_save(tmp_path: Path, state: str) -> None:
+    """Copies that are not the weights' are seen before anything is written."""
+    training = gpt(2)
+    write(tmp_path, training, replace(CUT, state=state, data=2), stated=training.filled(1))
+    assert refused("plan", tmp_path, tmp_path.parent / "out")
+
+
+@pytest.mark.parametrize("state", few(1, FORMS))
+def test_one_file_is_lost(tmp_path: Path, state: str) -> None:
+    write(tmp_path, gpt(2), replace(CUT, state=state))
+    for path in sorted(tmp_path.glob("*.distcp")):
+        content = path.read_bytes()
+        path.unlink()
+        assert path.name in refused("plan", tmp_path, tmp_path.parent / "out")
+        path.write_bytes(content)
+    require_all(tmp_path, gpt(2))
+
+
+@pytest.mark.parametrize("state", few(1, FORMS))
+def test_one_file_of_another_save(tmp_path: Path, state: str) -> None:
+    """Its items have the same lengths, so what they hold must tell."""
+    training = gpt(2)
+    form = replace(CUT, state=state)
+    write(tmp_path / "a", training, form)
+    write(tmp_path / "b", training.filled(1), form)
+    for path in sorted((tmp_path / "a").glob("*.distcp")):
+        content = path.read_bytes()
+        path.write_bytes((tmp_path / "b" / path.name).read_bytes())
+        assert refused("plan", tmp_path / "a", tmp_path / "out")
+        path.write_bytes(content)
+
+
+def test_without_arguments(tmp_path: Path) -> None:
+    """As Megatron Bridge saves it: files tell over how many ranks it is cut."""
+    training = gpt(2)
+    write(tmp_path, training, BUCKETS, spoil=lambda contents: contents.common.pop("args"))
+    require_all(tmp_path, training)
+
+
+# What a folder holds besides tensors
+
+
+def leaves(value: Any, *keys: str) -> list[str]:
+    if isinstance(value, dict):
+        return [leaf for key, own in value.items() for leaf in leaves(own, *keys, str(key))]
+    return [".".join(keys)]
+
+
+@pytest.mark.parametrize("state", few(1, FORMS))
+def test_every_key_is_told(tmp_path: Path, state: str) -> None:
+    """What ranks have in common is in the target, what is theirs alone is named."""
+    kept: list[Contents] = []
+    write(tmp_path / "source", gpt(2), replace(CUT, state=state), spoil=kept.append)
+    said = run_here("transform", tmp_path / "source", tmp_path / "out", "--to", "torch")
+    assert said.code == 0
+    target = torch_peer.load(tmp_path / "out" / "rank_0" / "checkpoint_0.pt")
+    common = kept[0].common
+    names = {"opt_param_scheduler": "scheduler"}
+    of_files = {"optimizer", "content_metadata"}
+    for key, value in common.items():
+        if key not in of_files:
+            own = vars(value) if key == "args" else value
+            made = target[names.get(key, key)]
+            lacking = {leaf for leaf in leaves(own) if leaf not in {one.removesuffix(".value") for one in leaves(made)}}
+            assert not lacking, key
+    assert target["iteration"] == 3 and target["args"]["num_layers"] == 2
+    assert target["args"]["attention_backend"]["value"] == 5
+    (decayed, others) = target["optimizer"]["param_groups"]
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0) and decayed["step"] == 3.0
+    assert not set(decayed["params"]) & set(others["params"])
+    assert set(decayed["params"]) | set(others["params"]) == set(target["optimizer"]["state"])
+    assert "decoder.final_layernorm.weight" in others["params"] and "output_layer.weight" in decayed["params"]
+    assert "rng_state/shard_0.0_1.1" in said.err
+    assert "content_metadata" in said.err
+    assert ("per_bucket_numel_unpadded/" in said.err) == (state == "dp_reshardable")
+
+
+def test_unknown_classes_are_not_made(tmp_path: Path) -> None:
+    """An object of one is left out and named, or kept as plain data; it is never made."""
+
+    def surprise(contents: Contents) -> None:
+        contents.common["surprise"] = Surprise()
+        contents.objects["decoder.final_layernorm._extra_state/shard_0_1"] = ("__0_0.distcp", [Surprise()])
+
+    write(tmp_path / "source", gpt(2), CUT, spoil=surprise)
+    said = run_here("plan", tmp_path / "source", tmp_path / "out")
+    assert said.code == 0 and "surprise" in said.err and "_extra_state" in said.err
+    require_all(tmp_path / "source", gpt(2))
+
+
+def test_random_changes_are_never_read_wrong(tmp_path: Path) -> None:
+    """A folder of which pieces were exchanged is refused: their boxes are right, their elements are others'."""
+    draw = random.Random(5)
+    training = gpt(2)
+    for number in range(6):
+
+        def exchange(contents: Contents) -> None:
+            name = draw.choice([name for name in contents.tensors if name.startswith("optimizer.state.param")])
+            tensor = contents.tensors[name]
+            first, second = draw.sample(range(len(tensor.pieces)), 2) if len(tensor.pieces) > 1 else (0, 0)
+            pieces = list(tensor.pieces)
+            one, other = pieces[first], pieces[second]
+            content = other[2].content if first != second else bytes(len(one[2].content))
+            pieces[first] = (*one[:2], replace(one[2], content=content))
+            contents.tensors[name] = tensor._replace(pieces=pieces)
+
+        folder = tmp_path / str(number)
+        write(folder, training, NAMED, spoil=exchange)
+        assert "float32 copy" in refused("plan", folder, tmp_path / "out")
