@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import mindspore
@@ -29,6 +29,7 @@ def load(
     forward: bool = False,
     reverse: bool = False,
     config: PathLike | None = None,
+    axis: Mapping[str, int] | str | Iterable[str] = (),
     like: PathLike | None = None,
     dtype: str | Iterable[str] = (),
     include: str | Iterable[str] = (),

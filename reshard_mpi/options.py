@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from reshard_mpi import formats
@@ -22,6 +23,7 @@ ARROW = "<=>"
 _MAX_RANKS = 1 << 16  # ranks that one option may name, as many as a run makes at once
 _STAGES = (1, 2, 3)  # of ZeRO
 _MAX_DIGITS = 18  # of a number on the command line
+_AXIS = re.compile(rf"[A-Za-z_][A-Za-z0-9_]*=[1-9][0-9]{{0,{_MAX_DIGITS - 1}}}")
 
 
 def check_path(value: object, name: str) -> str:
@@ -51,6 +53,14 @@ def check_text(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise wrong_type(name, "a str", value)
     return value
+
+
+def check_axis(value: object, name: str) -> str:
+    """Return the length of an axis of a map, a text such as `m=128`. Raises UsageError if it is none."""
+    text = check_text(value, name)
+    if _AXIS.fullmatch(text) is None:
+        raise UsageError(f"{name} is no length of an axis", expected="NAME=LENGTH, such as m=128", got=repr(text))
+    return text
 
 
 def check_flag(value: object, name: str) -> bool:
@@ -211,6 +221,7 @@ FLAG = Kind(check_flag, action="store_true")
 TEXT = Kind(check_text)
 TEXTS = Kind(check_text, action="append")
 MAPS = Kind(check_map, action="append")
+AXES = Kind(check_axis, action="append")
 COUNT = Kind(check_count, read_count)
 STAGE = Kind(check_stage, read_stage)
 RANK = Kind(check_number, read_rank)
@@ -257,6 +268,8 @@ class Option(NamedTuple):
             return self.default
         if not self.is_repeatable:
             return self.kind.check(value, name)
+        if self.kind is AXES and isinstance(value, Mapping):
+            value = [f"{axis}={check_count(length, f'{name}[{axis!r}]')}" for axis, length in value.items()]
         if isinstance(value, str | os.PathLike) or not isinstance(value, Iterable):
             return (self.kind.check(value, name),)
         return tuple(self.kind.check(item, f"one of {name}") for item in value)
@@ -276,6 +289,7 @@ OPTIONS = {
         Option("forward", FLAG, default=False),
         Option("reverse", FLAG, default=False),
         Option("config", PATH, "FILE.json", is_recorded=True),
+        Option("axis", AXES, "NAME=LENGTH", (), is_recorded=True),
         Option("like", PATH, "CHECKPOINT", is_recorded=True),
         Option("dtype", TEXTS, "[GLOB=]TYPE", (), is_recorded=True),
         Option("include", TEXTS, "GLOB", (), is_recorded=True),

@@ -80,6 +80,7 @@ def transform(
     forward: bool = False,
     reverse: bool = False,
     config: PathLike | None = None,
+    axis: Mapping[str, int] | str | Iterable[str] = (),
     like: PathLike | None = None,
     dtype: str | Iterable[str] = (),
     include: str | Iterable[str] = (),
@@ -104,7 +105,8 @@ def transform(
         map: an equation, the path of a map, or the name of one that comes with the program; or several of these,
             applied one after another.
         forward and reverse: their direction, where names do not tell it; config: path of the model's configuration;
-            like: of a checkpoint whose names and shapes the target is to have.
+            axis: lengths of the map's axes by name, as {"m": 128}, or "m=128"; like: path of a checkpoint whose names
+            and shapes the target is to have.
         dtype: "TYPE" or "GLOB=TYPE", or several; include, exclude: globs of names in the target.
         jobs: how many local processes, 1 or more.
         comm: an mpi4py communicator whose ranks share the work instead; all of them must make the call, and get the
@@ -138,6 +140,7 @@ def plan(
     forward: bool = False,
     reverse: bool = False,
     config: PathLike | None = None,
+    axis: Mapping[str, int] | str | Iterable[str] = (),
     like: PathLike | None = None,
     dtype: str | Iterable[str] = (),
     include: str | Iterable[str] = (),
@@ -178,6 +181,7 @@ def verify(
     forward: bool = False,
     reverse: bool = False,
     config: PathLike | None = None,
+    axis: Mapping[str, int] | str | Iterable[str] = (),
     like: PathLike | None = None,
     dtype: str | Iterable[str] = (),
     include: str | Iterable[str] = (),
@@ -225,6 +229,7 @@ def diff(
     forward: bool = False,
     reverse: bool = False,
     config: PathLike | None = None,
+    axis: Mapping[str, int] | str | Iterable[str] = (),
     like: PathLike | None = None,
     dtype: str | Iterable[str] = (),
     include: str | Iterable[str] = (),
@@ -272,6 +277,7 @@ def load_rank(
     forward: bool = False,
     reverse: bool = False,
     config: PathLike | None = None,
+    axis: Mapping[str, int] | str | Iterable[str] = (),
     like: PathLike | None = None,
     dtype: str | Iterable[str] = (),
     include: str | Iterable[str] = (),

@@ -338,6 +338,7 @@ def open(
     forward: bool = False,
     reverse: bool = False,
     config: PathLike | None = None,
+    axis: Mapping[str, int] | str | Iterable[str] = (),
     like: PathLike | None = None,
     dtype: str | Iterable[str] = (),
     include: str | Iterable[str] = (),

@@ -39,10 +39,10 @@ def page(topic: str | None) -> str:
         width = max(map(len, titles))
         return "\n".join(f"reshard-mpi help {name:<{width}}  {title}" for name, title in titles.items())
     if topic not in titles:
-        from reshard_mpi.mapping.map_file import shipped_maps
+        from reshard_mpi.mapping.map_file import printed_map, shipped_maps
 
-        if topic in (maps := shipped_maps()):
-            return maps[topic].read_text(encoding="utf-8").rstrip()
+        if topic in shipped_maps():
+            return printed_map(topic)
         meant = did_you_mean(topic, titles) or _page_about(topic, titles)
         raise UsageError(f"the guide has no such page{meant}", expected=", ".join(titles), got=topic)
     text = (_FOLDER / f"{topic}.md").read_text(encoding="utf-8").rstrip()

@@ -112,6 +112,12 @@ def add_map(command: argparse.ArgumentParser, source: str = "SRC", target: str =
     add(parser, "config", "the model's configuration, for [axes] of maps")
     add(
         parser,
+        "axis",
+        "the length of an axis of the map, such as what a vocabulary is padded to a multiple of, before what [axes]"
+        " says of it (repeatable)",
+    )
+    add(
+        parser,
         "like",
         "a checkpoint of the target's network, trained or not: its names and shapes decide where those of"
         " the source do not tell what an equation of the map makes, and the target must have them",

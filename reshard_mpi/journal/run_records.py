@@ -32,7 +32,7 @@ from reshard_mpi.journal.target_records import (
     checked_rank,
     checked_sum,
 )
-from reshard_mpi.options import COUNT, FLAG, MAPS, OPTIONS, PATH, SIZE, STAGE, TEXT, TEXTS, Kind
+from reshard_mpi.options import AXES, COUNT, FLAG, MAPS, OPTIONS, PATH, SIZE, STAGE, TEXT, TEXTS, Kind
 from reshard_mpi.sharding.value_checks import MAX_FILE_BYTES
 
 # What decides which files of the source are read, if several checkpoints lie there. Two runs are the same if they have
@@ -72,6 +72,7 @@ def _check_of(kind: Kind) -> Callable[[Any], Any]:
         SIZE: lambda value: record_files.number(value, 1, MAX_TENSOR_BYTES),
         TEXT: lambda value: record_files.text(value, 255),  # the beginning of a file name
         TEXTS: record_files.text,
+        AXES: record_files.text,
     }
     return checks[kind]
 
@@ -180,7 +181,7 @@ class RunIdentity(NamedTuple):
             if value is True:
                 words.append(flag)
             elif value and (option is None or value != option.default):
-                values = shlex.split(str(value)) if option and option.kind is TEXTS else [str(value)]
+                values = shlex.split(str(value)) if option and option.kind in (TEXTS, AXES) else [str(value)]
                 values = list(self.maps) if name == "map" else values
                 words += (word for text in values for word in (flag, text))
         if self.facts.get("direction"):

@@ -11,7 +11,7 @@ from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import FLOATS, DType
 from reshard_mpi.mapping.box_pairs import TargetShape, TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory, shown, told_direction
-from reshard_mpi.mapping.matching import Match, matches, whole_pair
+from reshard_mpi.mapping.matching import Match, matches, usual_notes, whole_pair
 from reshard_mpi.mapping.numbered_state import STATE
 from reshard_mpi.mapping.optimizer_state import (
     followed,
@@ -133,6 +133,7 @@ def applied(
         everything.settings,
         (*states_dropped, *(name for name in shapes if name in states_out)),
         stranded,
+        () if rules is None else tuple(usual_notes(taken.matches, rules)),
     )
 
 

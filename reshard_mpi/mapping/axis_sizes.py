@@ -18,7 +18,11 @@ class SizesProblem(ValueError):
 
 
 class UntoldLength(SizesProblem):
-    """Neither shapes nor [axes] tell how long an axis of the target is."""
+    """Neither shapes nor [axes] tell how long some axes are."""
+
+    def __init__(self, problem: str, axes: Sequence[str]) -> None:
+        super().__init__(problem)
+        self.axes = axes
 
 
 class Dimension(NamedTuple):
@@ -81,17 +85,21 @@ def solved(dimensions: Sequence[Dimension], given: Sizes) -> dict[str, int]:
     return sizes
 
 
-def _untold(dimensions: Sequence[Dimension], sizes: Sizes) -> SizesProblem:
+def _untold(dimensions: Sequence[Dimension], sizes: Sizes) -> UntoldLength:
+    unknown = [
+        [name for name in dict.fromkeys(names_in(dimension.product)) if name not in sizes] for dimension in dimensions
+    ]
+    axes = list(dict.fromkeys(name for names in unknown for name in names))
     for dimension in dimensions:
         for name in _padded_names(dimension.product):
             if name not in sizes:
                 problem = f"how much of {dimension.where} is padding cannot be told: give {name!r} in [axes]"
-                return SizesProblem(problem)
+                return UntoldLength(f"{problem} or by --axis {name}=LENGTH", axes)
     dimension = dimensions[0]
-    unknown_names = [name for name in dict.fromkeys(names_in(dimension.product)) if name not in sizes]
-    return SizesProblem(
+    return UntoldLength(
         f"the length {dimension.length} of {dimension.where} does not tell how long"
-        f" {' and '.join(map(repr, unknown_names))} are: give one of them in [axes]"
+        f" {' and '.join(map(repr, unknown[0]))} are: give one of them in [axes] or by --axis NAME=LENGTH",
+        axes,
     )
 
 
@@ -156,7 +164,11 @@ class ExpressionProblem(ValueError):
         self.remedy = remedy
 
 
-class ConfigurationNeeded(ExpressionProblem):
+class KeyNeeded(ExpressionProblem):
+    """An expression has a key that the model's configuration has not, or has with no value."""
+
+
+class ConfigurationNeeded(KeyNeeded):
     """An expression has a key of the model's configuration, and there is none."""
 
 
@@ -244,13 +256,13 @@ class _ExpressionReader:
         for part in key.split("."):
             if not isinstance(value, Mapping) or part not in value:
                 keys = [str(name) for name in value] if isinstance(value, Mapping) else []
-                raise ExpressionProblem(
+                raise KeyNeeded(
                     f"no key {key!r} in the configuration{did_you_mean(part, keys)}",
                     f"add {key!r} with its number to the file that --config names, or write a number in [axes]",
                 )
             value = value[part]
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ExpressionProblem(
+            raise (ExpressionProblem if value is not None else KeyNeeded)(
                 f"{key!r} of the configuration, which is no integer: {str(value)[:40]!r}",
                 f"set {key!r} to an integer in the file that --config names",
             )

@@ -5,19 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.filesystem.paths import described
-from reshard_mpi.mapping.map_text import MAX_BYTES, parse_equation, parse_rules
+from reshard_mpi.filesystem.paths import described, real_path
+from reshard_mpi.mapping.map_text import MAX_BYTES, MapText, parse_equation, parse_rules
 from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.options import ARROW
 from reshard_mpi.text import did_you_mean
 
 _SHIPPED = Path(__file__).parent / "maps"
-_MAX_CONFIG_BYTES = 4 << 20
+_MAX_CONFIG_BYTES, _MAX_INCLUDED = 4 << 20, 100
+_INCLUDE = re.compile(r"^include = \[[^\]]*\]\n+", re.MULTILINE)
 
 
 def shipped_maps() -> dict[str, Path]:
@@ -60,26 +63,80 @@ def map_path(name: str) -> Path | None:
     return shipped[name]
 
 
-def read_rules(name: str, config: str | None) -> tuple[Rules, dict[str, str]]:
+def read_rules(
+    name: str, config: str | None, lengths: Mapping[str, int] = MappingProxyType({})
+) -> tuple[Rules, dict[str, str]]:
     """Read the rules of a map; return them with digests of their files (`map`, and `config` if there is one).
 
     Args:
         name: of a map that comes with the program, the path of a file, or an equation.
         config: the path of a model's configuration; None: there is none.
+        lengths: of axes, as the user gives them.
 
     Raises MapError if one of them cannot be read.
     """
     path = map_path(name)
-    text = name if path is None else _text(path, MAX_BYTES, "the map")
-    digests, values = {"map": hashlib.sha256(text.encode()).hexdigest()}, None
+    texts = [MapText(name, name)] if path is None else list(_texts(path, name))
+    of_texts = [hashlib.sha256(each.text.encode()).hexdigest() for each in texts]
+    digests, values = {"map": of_texts[0]}, None
+    if len(texts) > 1:
+        digests["map"] = hashlib.sha256(" ".join(of_texts).encode()).hexdigest()
     if config is not None:
         content = _text(Path(config), _MAX_CONFIG_BYTES, "the configuration")
         digests["config"] = hashlib.sha256(content.encode()).hexdigest()
         values = _configuration(content, config)
     if path is None:
-        return parse_equation(text), digests
-    where = name if path == shipped_maps().get(name) else str(path)
-    return parse_rules(text, where, values), digests
+        return parse_equation(name, lengths), digests
+    return parse_rules(*texts[0], values, lengths, texts[1:]), digests
+
+
+def _texts(path: Path, name: str) -> Iterator[MapText]:
+    """Yield the text of a map file, and then those of the files that it includes, each once.
+
+    Args:
+        name: what the map is called by the user.
+
+    Raises MapError if one of them cannot be read, lies elsewhere, or includes itself.
+    """
+    is_shipped = path == shipped_maps().get(name)
+    folder = real_path(path).parent
+    passed: set[Path] = set()
+
+    def texts_of(file: Path, including: tuple[Path, ...]) -> Iterator[MapText]:
+        where = str(path) if not including else str(file)
+        if is_shipped:
+            where = str(Path(name, *file.relative_to(folder).parts)) if including else name
+        if file in passed and file not in including:
+            return
+        passed.add(file)
+        text = MapText(_text(file if including else path, MAX_BYTES, "the map"), where)
+        yield text
+        for other in text.content()["include"]:
+            wanted = real_path(file.parent / other)
+            problem = None
+            if wanted == file or wanted in including:
+                problem = "includes itself"
+            elif Path(other).is_absolute() or not wanted.is_relative_to(folder):
+                problem = "lies elsewhere"
+            elif len(passed) > _MAX_INCLUDED:
+                problem = f"is one of more than {_MAX_INCLUDED}"
+            if problem is not None:
+                raise MapError(
+                    f"a map that is included {problem}",
+                    expected="files in the folder of the map, or in folders of that, named from where the file that"
+                    " includes them lies",
+                    got=other,
+                    where=where,
+                )
+            yield from texts_of(wanted, (*including, file))
+
+    yield from texts_of(real_path(path), ())
+
+
+def printed_map(name: str) -> str:
+    """Return a map that comes with the program as one text, which may be changed and given as a file."""
+    own, *included = (each.text.strip() for each in _texts(shipped_maps()[name], name))
+    return "\n\n".join([_INCLUDE.sub("", own), *included])
 
 
 def _text(path: Path, most_bytes: int, what: str) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.mapping.axis_sizes import ConfigurationNeeded, ExpressionProblem, evaluated, names_in
+from reshard_mpi.mapping.axis_sizes import ConfigurationNeeded, ExpressionProblem, KeyNeeded, evaluated
 from reshard_mpi.mapping.box_pairs import EquationProblem, check_one_to_one
 from reshard_mpi.mapping.equations import SyntaxProblem, parse
 from reshard_mpi.mapping.rules import (
@@ -18,6 +19,7 @@ from reshard_mpi.mapping.rules import (
     EquationRule,
     Fill,
     Rules,
+    UsualLength,
     caution_of,
     count_of,
     flag_of,
@@ -37,44 +39,72 @@ _MAX_AXIS, _MAX_DIMENSIONS = 1 << 62, 32
 _MAX_SHOWN = 100
 
 
-def parse_rules(text: str, where: str, config: Mapping[str, object] | None = None) -> Rules:
-    """Read a map file.
+class MapText(NamedTuple):
+    """The text of a map file, and where it is."""
+
+    text: str
+    where: str
+
+    def content(self) -> dict[str, Any]:
+        """Return its content as TOML. Raises MapError if it is none, or has other keys than a map may have."""
+        return _content(self.text, self.where)
+
+
+def parse_rules(
+    text: str,
+    where: str,
+    config: Mapping[str, object] | None = None,
+    lengths: Mapping[str, int] = MappingProxyType({}),
+    included: Sequence[MapText] = (),
+) -> Rules:
+    """Read a map file, and those that it includes: their entries come after its own.
 
     Args:
         config: the model's configuration, for expressions in [axes].
+        lengths: of axes, as the user gives them.
 
     Raises MapError, with the place in the file, for what it cannot mean.
     """
-    content = _content(text, where)
-    entries, lines = content["map"], [text.count("\n", 0, header.start()) + 1 for header in _HEADER.finditer(text)]
+    contents = [(each, each.content()) for each in (MapText(text, where), *included)]
+    count = sum(len(content["map"]) for _, content in contents)
+    if not 0 < count <= MAX_ENTRIES:
+        raise MapError("the map has no [[map]] entries", expected=f"1 to {MAX_ENTRIES}", got=str(count), where=where)
     read: dict[str, list[Any]] = {kind: [] for kind in _READERS}
-    for number, entry in enumerate(entries):
-        line = f", line {lines[number]}" if len(lines) == len(entries) else ""
-        kind, rule = _entry(entry, f"{where}{line}, [[map]] {number + 1}")
-        read[kind].append(rule)
+    for (text, place), content in contents:
+        entries, lines = content["map"], [text.count("\n", 0, header.start()) + 1 for header in _HEADER.finditer(text)]
+        for number, entry in enumerate(entries):
+            line = f", line {lines[number]}" if len(lines) == len(entries) else ""
+            kind, rule = _entry(entry, f"{place}{line}, [[map]] {number + 1}")
+            read[kind].append(rule)
     equations: list[EquationRule] = read["eq"]
-    axes = _axes(content.get("axes", {}), equations, config, where)
-    return Rules(
+    rules = Rules(
         tuple(equations),
         tuple(read["drop"]),
         tuple(read["fill"]),
-        axes,
+        lengths,
         where,
-        lacks_config=len(axes) < len(content.get("axes", {})),
+        from_user=frozenset(lengths),
         states=tuple(read["state"]),
         counts=tuple(read["count"]),
         numbers=tuple(read["number"]),
         cautions=tuple(read["caution"]),
         tensor_parallel=_tensor_parallel(config),
-        cuts_by_rank=_TENSOR_PARALLEL in content.get("axes", {}).values(),
     )
+    for (_, place), content in contents:
+        rules = _with_axes(rules, content["axes"], config, f"{place}, [axes]")
+    return rules
 
 
-def parse_equation(text: str) -> Rules:
-    """Read a map that is a single equation, as on the command line. Raises MapError if it is none."""
+def parse_equation(text: str, lengths: Mapping[str, int] = MappingProxyType({})) -> Rules:
+    """Read a map that is a single equation, as on the command line. Raises MapError if it is none.
+
+    Args:
+        lengths: of axes, as the user gives them.
+    """
     shown = " ".join(text.split())
     where = f"'{shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + '...'}'"
-    return Rules((_equation({"eq": text}, where),), (), (), {}, where, is_typed=True)
+    equations = (_equation({"eq": text}, where),)
+    return Rules(equations, (), (), lengths, where, from_user=frozenset(lengths), is_typed=True)
 
 
 def _tensor_parallel(config: Mapping[str, object] | None) -> int | None:
@@ -91,17 +121,30 @@ def _content(text: str, where: str) -> dict[str, Any]:
         content = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise MapError("the map is no TOML", got=str(error)[:200], where=where) from None
-    unknown = sorted(content.keys() - {"axes", "map", "description"})
+    content = {"axes": {}, "include": [], "map": [], **content}
+    unknown = sorted(content.keys() - {"axes", "include", "map", "description"})
     if unknown:
         raise MapError(
-            "the map has a key that it cannot have", expected="axes, map, description", got=unknown[0], where=where
+            "the map has a key that it cannot have",
+            expected="axes, include, map, description",
+            got=unknown[0],
+            where=where,
         )
     if not isinstance(content.get("description", ""), str):
         raise MapError("description is no text", where=where)
-    entries = content.get("map", [])
-    if not isinstance(entries, list) or not entries or len(entries) > MAX_ENTRIES:
+    if not isinstance(content["axes"], dict):
+        raise MapError("[axes] is no table", got=str(content["axes"])[:60], where=f"{where}, [axes]")
+    entries, included = content["map"], content["include"]
+    if not isinstance(entries, list):
         raise MapError(
             "the map has no [[map]] entries", expected=f"1 to {MAX_ENTRIES}", got=str(entries)[:60], where=where
+        )
+    if not isinstance(included, list) or not all(isinstance(name, str) and name for name in included):
+        raise MapError(
+            "include is no list of files",
+            expected='paths of other maps, from the folder of this one: ["parts/attention.toml"]',
+            got=str(included)[:60],
+            where=where,
         )
     return content
 
@@ -222,16 +265,12 @@ def _fill(entry: dict[str, Any], where: str) -> Fill:
     return Fill(name, beside, lengths, dtype, value, side, where, "like" in entry, flag_of(entry, "optional", where))
 
 
-def _axes(
-    table: object, equations: list[EquationRule], config: Mapping[str, object] | None, where: str
-) -> dict[str, int]:
-    """Return the lengths of axes; without a configuration, computed ones are left out."""
-    where = f"{where}, [axes]"
-    if not isinstance(table, dict):
-        raise MapError("[axes] is no table", got=str(table)[:60], where=where)
-    terms = (term for rule in equations for term in (*rule.equation.left, *rule.equation.right))
-    used = {name for term in terms for dim in term.dims or () for name in names_in(dim)}
-    axes = {}
+def _with_axes(rules: Rules, table: Mapping[str, Any], config: Mapping[str, object] | None, where: str) -> Rules:
+    """Return rules with the lengths in [axes] of those axes that have none yet.
+
+    Without a configuration, computed ones are left out.
+    """
+    used = rules.all_axes
     for name, value in table.items():
         if name not in used:
             raise MapError(
@@ -240,26 +279,59 @@ def _axes(
                 where=where,
                 remedy="mend the name, or remove it",
             )
-        if isinstance(value, str):
-            text = value
-            try:
-                value = evaluated(text, config)
-            except ConfigurationNeeded:
-                continue
-            except ExpressionProblem as error:
-                raise MapError(
-                    f"the length of {name!r} cannot be computed",
-                    expected=f"an integer from {text!r}",
-                    got=str(error),
-                    where=where,
-                    remedy=error.remedy,
-                ) from None
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _MAX_AXIS:
-            raise MapError(
-                f"{name!r} in [axes] is no length", expected="a positive integer", got=str(value)[:60], where=where
-            )
-        axes[name] = value
-    return axes
+        choices = value if isinstance(value, list) and value else [value]
+        if _TENSOR_PARALLEL in choices:
+            rules = rules._replace(cuts_by_rank=True)
+        if name not in rules.axes and name not in rules.usual:
+            rules = _with_axis(rules, name, choices, config, where)
+    return rules
+
+
+def _with_axis(
+    rules: Rules, name: str, choices: Sequence[object], config: Mapping[str, object] | None, where: str
+) -> Rules:
+    """Return rules with the length of an axis: the first of `choices` whose keys the configuration has.
+
+    A number behind others is the length where nothing else tells it.
+    """
+    first: KeyNeeded | None = None
+    for value in choices:
+        if not isinstance(value, str):
+            length = _checked_length(name, value, where)
+            if value is choices[0]:
+                return rules._replace(axes={**rules.axes, name: length})
+            otherwise = ", or ".join(text for text in choices if isinstance(text, str))
+            return rules._replace(usual={**rules.usual, name: UsualLength(length, otherwise)})
+        try:
+            length = _checked_length(name, evaluated(value, config), where)
+        except KeyNeeded as error:
+            first = first or error
+        except ExpressionProblem as error:
+            raise _not_computed(name, value, error, where) from None
+        else:
+            return rules._replace(axes={**rules.axes, name: length})
+    assert first is not None
+    if isinstance(first, ConfigurationNeeded):
+        return rules._replace(lacks_config=True)
+    raise _not_computed(name, " or ".join(map(str, choices)), first, where)
+
+
+def _checked_length(name: str, value: object, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _MAX_AXIS:
+        raise MapError(
+            f"{name!r} in [axes] is no length", expected="a positive integer", got=str(value)[:60], where=where
+        )
+    return value
+
+
+def _not_computed(name: str, text: str, error: ExpressionProblem, where: str) -> MapError:
+    return MapError(
+        f"the length of {name!r} cannot be computed",
+        expected=f"an integer from {text!r}",
+        got=str(error),
+        where=where,
+        remedy=error.remedy,
+    )
 
 
 def _side(table: Mapping[str, Any], usual: str, where: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from typing import NamedTuple
@@ -32,10 +32,12 @@ from reshard_mpi.mapping.direction import (
     wanted_shapes,
     what_is_missing,
 )
-from reshard_mpi.mapping.equations import Term
+from reshard_mpi.mapping.equations import Term, pads_of
 from reshard_mpi.mapping.rules import EquationRule, Rules
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.text import did_you_mean
+from reshard_mpi.text import did_you_mean, shortened
+
+_MAX_SHOWN = 1_000  # characters
 
 
 def fitted(
@@ -75,7 +77,7 @@ def fitted(
     if unknown and wanted is not None:
         sizes = solved(_dimensions(target, wanted), sizes)
     elif unknown:
-        raise UntoldLength(f"nothing tells how long {unknown[0]!r} is")
+        raise UntoldLength(f"nothing tells how long {unknown[0]!r} is", unknown)
     if rule.copies:
         return geometry(source[:1], target, sizes, copies=len(target) > 1)
     return geometry(source, target, sizes)
@@ -116,6 +118,7 @@ class Match(NamedTuple):
     targets: Mapping[TermTensor, str]  # the names of what is made of them
     geometry: Geometry
     equal: tuple[str, ...] = ()  # tensors that must hold the same as the first one, which is taken
+    usual: tuple[str, ...] = ()  # the axes whose length nothing but the map's usual one tells
 
 
 def matches(
@@ -131,7 +134,7 @@ def matches(
     only a checkpoint that the target is to be like could tell whether one applies.
     """
     left = dict(inventory)
-    geometries: dict[object, Geometry] = {}
+    geometries: dict[object, tuple[Geometry, tuple[str, ...]]] = {}
     shapes_met = boxes = 0
     for rule in rules.equations:
         if like is None and rule.like == "only":
@@ -139,6 +142,7 @@ def matches(
         source, target = direction.sides(rule)
         candidates = candidates_of(source, rule, left)
         applies = False
+        contradicted: list[MapError] = []
         for key in candidates.all_keys:
             lacking = candidates.lacking(key)
             if lacking:
@@ -152,6 +156,12 @@ def matches(
                 continue
             match = _match(rule, source, target, key, candidates, inventory, rules, wanted, geometries)
             if wanted is not None and not _is_as_wanted(match.geometry, wanted):
+                if rule.axes & rules.from_user:
+                    without = rules._replace(axes={k: v for k, v in rules.axes.items() if k not in rules.from_user})
+                    with suppress(MapError):
+                        other = _match(rule, source, target, key, candidates, inventory, without, wanted, {})
+                        if _is_as_wanted(other.geometry, wanted):
+                            contradicted.append(_unlike(rule, rules, match, other))
                 continue
             applies = True
             if key in candidates.misfits:
@@ -170,6 +180,8 @@ def matches(
                     remedy="convert the tensors in several runs (--include), or change fewer of their axes at once",
                 )
             yield match
+        if contradicted:
+            raise contradicted[0]
         if not applies and not rule.is_optional:
             as_like = "" if like is None else f", which become {', '.join(map(shown_term, target))} of the target"
             raise _applies_nowhere(rule, source, as_like, left or inventory)
@@ -194,6 +206,27 @@ def _applies_nowhere(rule: EquationRule, source: Sequence[Term], as_like: str, i
     )
 
 
+def _unlike(rule: EquationRule, rules: Rules, made: Match, wanted: Match) -> MapError:
+    """Return the error for lengths given by the user that make other shapes than the target's checkpoint has."""
+    given = _given(rule, rules)
+    shapes = [
+        ", ".join(f"{each.targets[place]} {list(shape.shape)}" for place, shape in each.geometry.targets.items())
+        for each in (wanted, made)
+    ]
+    return MapError(
+        f"{given} contradicts the checkpoint that the target is to be like",
+        expected=shapes[0][:_MAX_SHOWN],
+        got=shapes[1][:_MAX_SHOWN],
+        where=rule.where,
+        remedy=f"correct or leave out {given}",
+    )
+
+
+def _given(rule: EquationRule, rules: Rules) -> str:
+    """Return the lengths of an equation's axes that the user gives, as on the command line."""
+    return " ".join(f"--axis {axis}={rules.axes[axis]}" for axis in sorted(rule.axes & rules.from_user))
+
+
 def _is_as_wanted(fitted: Geometry, wanted: Sequence[tuple[int, ...]]) -> bool:
     return all(shape.shape == wanted[place.term] for place, shape in fitted.targets.items())
 
@@ -207,7 +240,7 @@ def _match(
     inventory: Inventory,
     rules: Rules,
     wanted: tuple[tuple[int, ...], ...] | None,
-    geometries: dict[object, Geometry],
+    geometries: dict[object, tuple[Geometry, tuple[str, ...]]],
 ) -> Match:
     held = [names[key] for names in candidates.by_term]
     counts = _counts(rule, source, held)
@@ -222,10 +255,9 @@ def _match(
             )
         shapes.append(of_term.pop())
     cached = (id(rule), tuple(shapes), tuple(counts.items()), wanted)
-    fitted_geometry = geometries.get(cached)
-    if fitted_geometry is None:
+    if cached not in geometries:
         try:
-            fitted_geometry = geometries[cached] = fitted(rule, source, target, shapes, rules.axes, counts, wanted)
+            geometries[cached] = _fitted_with_usual(rule, source, target, shapes, rules, counts, wanted)
         except (SizesProblem, EquationProblem) as error:
             first = [next(iter(names.values())) for names in held]
             raise MapError(
@@ -233,8 +265,9 @@ def _match(
                 expected=", ".join(map(shown_term, source)),
                 got=f"{', '.join(f'{name} {list(shape)}' for name, shape in zip(first, shapes))}: {error}",
                 where=rule.where,
-                remedy=_remedy(error, rules),
+                remedy=_remedy(error, rule, rules),
             ) from None
+    fitted_geometry, usual = geometries[cached]
     sources = {TermTensor(number, values): name for number, names in enumerate(held) for values, name in names.items()}
     shared = dict(zip(rule.shared, key))
     equal: tuple[str, ...] = ()
@@ -242,14 +275,63 @@ def _match(
         equal = tuple(name for place, name in sources.items() if place.term > 0)
         sources = {place: name for place, name in sources.items() if place.term == 0}
     targets = {place: filled(target[place.term], shared, place.values) for place in fitted_geometry.targets}
-    return Match(rule, sources, targets, fitted_geometry, equal)
+    return Match(rule, sources, targets, fitted_geometry, equal, usual)
 
 
-def _remedy(error: Exception, rules: Rules) -> str:
+def _fitted_with_usual(
+    rule: EquationRule,
+    source: Sequence[Term],
+    target: Sequence[Term],
+    shapes: Sequence[tuple[int, ...]],
+    rules: Rules,
+    counts: Mapping[str, int],
+    wanted: Sequence[tuple[int, ...]] | None,
+) -> tuple[Geometry, tuple[str, ...]]:
+    """Do what `fitted` does, and give axes that nothing tells their usual lengths, one after another.
+
+    Returns these axes too.
+    """
+    usual: tuple[str, ...] = ()
+    while True:
+        axes = {**rules.axes, **{axis: rules.usual[axis].length for axis in usual}}
+        try:
+            return fitted(rule, source, target, shapes, axes, counts, wanted), usual
+        except UntoldLength as error:
+            further = next((axis for axis in error.axes if axis in rules.usual and axis not in usual), None)
+            if further is None:
+                raise
+            usual = (*usual, further)
+
+
+def usual_notes(matches: Iterable[Match], rules: Rules) -> Iterator[str]:
+    """Yield a note on each axis that has its usual length, since nothing tells another."""
+    named: dict[str, list[str]] = {}
+    for match in matches:
+        for axis in match.usual:
+            named.setdefault(axis, []).extend(match.targets.values())
+    for axis, names in named.items():
+        length, keys = rules.usual[axis]
+        terms = (term for rule in rules.equations for term in (*rule.equation.left, *rule.equation.right))
+        is_multiple = any(axis == pad.multiple for term in terms for dim in term.dims or () for pad in pads_of(dim))
+        if is_multiple and length == 1:
+            what = f"not padded, since nothing tells the multiple {axis!r}"
+        else:
+            what = f"made with {axis} = {length}, since nothing tells another length"
+        other = f" or, in the file of --config, {keys}" if keys else ""
+        yield f"{what} (--axis {axis}=LENGTH{other}): {shortened(names)}"
+
+
+def _remedy(error: Exception, rule: EquationRule, rules: Rules) -> str:
+    given = _given(rule, rules)
+    if given and isinstance(error, SizesProblem) and not isinstance(error, UntoldLength):
+        return f"correct or leave out {given}, or what the shapes contradict besides"
     if rules.lacks_config:
         return "give the model's configuration, by which [axes] says how long they are (--config FILE.json)"
     if isinstance(error, UntoldLength):
-        return "give a checkpoint that the target is to be like (--like CHECKPOINT), or its length in [axes] of the map"
+        return (
+            "give a checkpoint that the target is to be like (--like CHECKPOINT), or its length: in [axes] of the map,"
+            f" or --axis {error.axes[0]}=LENGTH"
+        )
     return ""
 
 

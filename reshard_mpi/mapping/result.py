@@ -225,6 +225,7 @@ class MapResult(NamedTuple):
     states_left_out: tuple[str, ...] = ()  # the ones left out with the parameter whose state they are
     # state that stays while its parameter goes, which is left out after a later map
     stranded: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()  # on what nothing but the map's usual lengths decides
 
 
 def model_alone(kinds: Mapping[str, TensorType], strings: Mapping[str, str]) -> Packed | None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME, DType, encode_number, numbers
+from reshard_mpi.mapping.axis_sizes import names_in
 from reshard_mpi.mapping.equations import Equation, NamePattern, PatternProblem
 
 
@@ -234,6 +235,12 @@ class EquationRule(NamedTuple):
     warning: str = ""  # what people are told where it applies
 
     @property
+    def axes(self) -> frozenset[str]:
+        """The names of all axes in its dimensions."""
+        terms = (*self.equation.left, *self.equation.right)
+        return frozenset(axis for term in terms for dim in term.dims or () for axis in names_in(dim))
+
+    @property
     def keeps_names(self) -> bool:
         """Whether the tensors have the same names on both sides."""
         left, right = ([term.name.text for term in side] for side in (self.equation.left, self.equation.right))
@@ -287,14 +294,24 @@ def _cannot_hold(value: float, dtype: DType, name: str, where: str, why: str) ->
     )
 
 
+class UsualLength(NamedTuple):
+    """The length of an axis where nothing else tells it. otherwise: by which keys a configuration would tell it."""
+
+    length: int
+    otherwise: str
+
+
 class Rules(NamedTuple):
     """The rules of a map file."""
 
     equations: tuple[EquationRule, ...]
     drops: tuple[Drop, ...]
     fills: tuple[Fill, ...]
-    axes: Mapping[str, int]  # the lengths that it gives
+    axes: Mapping[str, int]  # the lengths that it gives, or the user does
     where: str  # the file
+    # lengths of axes of which neither shapes nor a configuration tell any
+    usual: Mapping[str, UsualLength] = {}
+    from_user: frozenset[str] = frozenset()  # the axes whose lengths the user gives
     lacks_config: bool = False  # whether it gives others by the configuration of the model, and there is none
     # equations of what stands before and behind a parameter's name in the name of its state
     states: tuple[EquationRule, ...] = ()
@@ -305,3 +322,8 @@ class Rules(NamedTuple):
     # how many tensor-parallel ranks the configuration says there are; None: it says nothing
     tensor_parallel: int | None = None
     cuts_by_rank: bool = False  # whether an axis has that length, so that tensors have a part for each of these ranks
+
+    @property
+    def all_axes(self) -> frozenset[str]:
+        """The names of the axes of all equations."""
+        return frozenset(axis for rule in self.equations for axis in rule.axes)

@@ -34,7 +34,7 @@ from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Shape
 from reshard_mpi.sharding.strategy import unsharded
-from reshard_mpi.text import counted, shortened
+from reshard_mpi.text import counted, did_you_mean, shortened
 
 _MAX_MAPS_LENGTH = 1 << 15
 
@@ -58,7 +58,7 @@ class TensorMap(NamedTuple):
         """
         if not request.map:
             options = {"--config": request.config, "--forward": request.forward, "--reverse": request.reverse}
-            for option, given in (options | {"--like": request.like}).items():
+            for option, given in (options | {"--axis": request.axis, "--like": request.like}).items():
                 if given:
                     raise UsageError(f"{option} belongs to a map", expected="--map as well", got="no --map")
         choice = Selection(request.include or None, request.exclude, tuple(map(_typed, request.dtype)))
@@ -70,7 +70,9 @@ class TensorMap(NamedTuple):
                 got=str(length),
                 remedy="put equations into a file (reshard-mpi help maps)",
             )
-        read = [read_rules(name, request.config) for name in request.map]
+        lengths = _lengths(request.axis)
+        read = [read_rules(name, request.config, lengths) for name in request.map]
+        _require_axes(lengths, [rules for rules, _ in read])
         digests = {key: text for _, digests_of_one in read for key, text in digests_of_one.items()}
         if len(read) > 1:
             in_order = " ".join(digests_of_one["map"] for _, digests_of_one in read)
@@ -88,6 +90,30 @@ class TensorMap(NamedTuple):
     def choice_alone(self) -> TensorMap:
         """Return the selection alone, for a checkpoint that already is in the map's result form."""
         return self._replace(rules=(), forward=None, like=None, choice=self.choice._replace(types=()), digests={})
+
+
+def _lengths(words: Iterable[str]) -> dict[str, int]:
+    """Return the lengths of axes of `--axis NAME=LENGTH`. Raises UsageError if one has two."""
+    lengths: dict[str, int] = {}
+    for axis, _, length in (word.partition("=") for word in words):
+        if lengths.setdefault(axis, int(length)) != int(length):
+            raise UsageError(
+                "--axis gives an axis two lengths", expected="one", got=f"{axis}={lengths[axis]} and {axis}={length}"
+            )
+    return lengths
+
+
+def _require_axes(lengths: Mapping[str, int], rules: Sequence[Rules]) -> None:
+    """Raise UsageError for a length of an axis that no map has."""
+    known = sorted({axis for each in rules for axis in each.all_axes})
+    for axis, length in lengths.items():
+        if axis not in known:
+            raise UsageError(
+                f"--axis {axis}={length} is of no axis of the map{did_you_mean(axis, known)}",
+                expected=", ".join(known) or "none: its equations have no axes",
+                got=axis,
+                where=", ".join(each.where for each in rules),
+            )
 
 
 def _typed(text: str) -> tuple[str, DType]:

@@ -90,6 +90,7 @@ def notes_of_tensors(outcome: MapsOutcome, wanted: Sequence[DerivedTensor]) -> I
         if step.rules is not None and step.mapped.direction is not None:
             count = sum(1 for tensor in step.mapped.made if tensor.where)
             yield f"the map {step.rules.where}, read {step.mapped.direction}, makes {counted(count, 'tensor')}"
+            yield from step.mapped.notes
     is_mapped = outcome.steps[0].rules is not None
     kept = [next(iter(tensor.sources.values())) for tensor in wanted if not tensor.where]
     if kept and is_mapped:

@@ -128,6 +128,7 @@ class Run(NamedTuple):
             **self.map_digests,
             "maps": len(request.map) if len(request.map) > 1 else None,
             "direction": "forward" if request.forward else "reverse" if request.reverse else None,
+            "axis": joined_words(sorted(request.axis)),
             "dtype": joined_words(request.dtype),
             "include": joined_words(request.include),
             "exclude": joined_words(request.exclude),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.strategy import Strategy
 
 _FILES = ("map", "config", "like")
-_REPEATED = ("dtype", "include", "exclude")
+_REPEATED = ("axis", "dtype", "include", "exclude")
 _OPTIONS = (
     "the options that it was made with, or none of --map, --dtype, --include, --exclude and --unlisted: then they are"
     " taken"
@@ -57,6 +57,7 @@ def as_made(request: Request, run: RunIdentity | None, path: str) -> tuple[Reque
         like=run.files.get("like"),
         forward=options.get("direction") == "forward",
         reverse=options.get("direction") == "reverse",
+        axis=_words(options, "axis"),
         dtype=_words(options, "dtype"),
         include=_words(options, "include"),
         exclude=_words(options, "exclude"),
@@ -99,7 +100,7 @@ def made_otherwise(
         )
     given = {
         **digests,
-        **{name: words for name in _REPEATED if (words := joined_words(getattr(request, name)))},
+        **{name: words for name in _REPEATED if (words := joined_words(_given(request, name)))},
         **_unlisted(str(request.unlisted)),
     }
     of_run = {name: run.facts[name] for name in (*_FILES, *_REPEATED) if run.facts.get(name)}
@@ -108,6 +109,12 @@ def made_otherwise(
     if not differing:
         return None
     return _not_given(f"{' and '.join(f'--{name}' for name in differing)} of other values", _shown(run, of_run), path)
+
+
+def _given(request: Request, name: str) -> Sequence[str]:
+    """Return the values of a repeated option in the order of records."""
+    values: Sequence[str] = getattr(request, name)
+    return sorted(values) if name == "axis" else values
 
 
 def _unlisted(value: str | None) -> dict[str, str]:

@@ -88,6 +88,7 @@ class Request(NamedTuple):
     forward: bool = False  # read all maps from left to right
     reverse: bool = False  # read all maps from right to left; neither: each as the names tell
     config: str | None = None  # path of the model's configuration
+    axis: tuple[str, ...] = ()  # `NAME=LENGTH`: lengths of the maps' axes
     dtype: tuple[str, ...] = ()  # `TYPE` or `GLOB=TYPE`; the last that matches counts
     include: tuple[str, ...] = ()  # globs; names of target tensors must match one
     exclude: tuple[str, ...] = ()  # globs; names of target tensors may match none
@@ -124,8 +125,8 @@ class Request(NamedTuple):
     @property
     def is_mapped(self) -> bool:
         """Whether the request has maps, types or a selection."""
-        said = (self.map, self.forward, self.reverse, self.config, self.like, self.dtype, self.include, self.exclude)
-        return any(said)
+        of_maps = (self.map, self.forward, self.reverse, self.config, self.axis, self.like)
+        return any((*of_maps, self.dtype, self.include, self.exclude))
 
     def from_anywhere(self) -> Request:
         """Return the same request with absolute paths of source, strategies, maps, configuration and the like."""
