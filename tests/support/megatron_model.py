@@ -1,0 +1,142 @@
+"""Be a rank of a tiny model of Megatron-Core on a CPU: make it, save it as torch_dist and by ranks, give its logits.
+
+    RANK=0 WORLD_SIZE=1 MASTER_PORT=... python megatron_model.py CASE.json FOLDER
+
+What takes the place of CUDA is below; layers are Megatron-Core's own (no Transformer Engine). CASE.json has
+`vocabulary` (and `padded`, to which it is), `tied`, `tokens`, `config` for `TransformerConfig`, and `layers` for its
+layer specification. FOLDER gets `rank_N/model.pt`; of a single rank
+`dist/` (torch_dist) and `logits.pt` as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed
+import torch.utils.cpp_extension
+
+np.product = np.prod  # type: ignore[attr-defined]  # core 0.14 calls it
+torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+for name in ("synchronize", "set_device", "empty_cache"):
+    setattr(torch.cuda, name, lambda *_, **__: None)
+torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
+
+
+def without_cuda(function: Any) -> Any:
+    def made(*values: Any, **options: Any) -> Any:
+        if "cuda" in str(options.get("device", "")):
+            options["device"] = "cpu"
+        return function(*values, **options)
+
+    return made
+
+
+for name in ("tensor", "zeros", "empty", "ones", "full", "arange"):
+    setattr(torch, name, without_cuda(getattr(torch, name)))
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise RuntimeError("no CUDA here")
+
+
+torch.utils.cpp_extension.load_inline = refuse  # core 0.15 compiles an allocator when it is imported
+
+import megatron.core.tensor_parallel.random as random_states  # noqa: E402
+from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
+from megatron.core.models.gpt import gpt_layer_specs  # noqa: E402
+from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.transformer import transformer_config  # noqa: E402
+
+
+
+def configuration(case: dict[str, Any], ranks: int) -> Any:
+    """Return the configuration of a case's model."""
+    is_latent = case["config"].get("multi_latent_attention", False)
+    kind = transformer_config.MLATransformerConfig if is_latent else transformer_config.TransformerConfig
+    fused = ("gradient_accumulation", "bias_activation", "masked_softmax", "bias_dropout")
+    return kind(
+        use_cpu_initialization=True,
+        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=True,
+        normalization="RMSNorm",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=torch.float32,
+        **{f"{name}_fusion": False for name in fused},
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        tensor_model_parallel_size=ranks,
+        **{"add_bias_linear": False, **case["config"]},
+    )
+
+
+def made(case: dict[str, Any], ranks: int) -> Any:
+    """Return the model of a case with weights that are random, and zeros where the vocabulary is padded."""
+    config = configuration(case, ranks)
+    if case.get("by_layer"):
+        specification = gpt_layer_specs.get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization="RMSNorm"
+        )
+    else:
+        specification = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm", **case["layers"])
+    model = GPTModel(
+        config,
+        specification,
+        vocab_size=case["padded"],
+        max_sequence_length=64,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=case["tied"],
+    ).eval()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, value in model.state_dict(keep_vars=True).items():
+            if isinstance(value, torch.Tensor) and value.dtype.is_floating_point:
+                around = 1.0 if "norm" in name else 0.0
+                value.copy_(around + 0.1 * torch.randn(value.shape, generator=generator))
+        first = parallel_state.get_tensor_model_parallel_rank() * case["padded"] // ranks
+        for name, value in model.named_parameters():
+            if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                value[max(0, case["vocabulary"] - first) :] = 0
+    return model
+
+
+def sharded(model: Any) -> Any:
+    """Return what Megatron-Core saves of a model as torch_dist."""
+    ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return model.sharded_state_dict(metadata={"dp_cp_group": ranks})
+
+
+def main() -> None:
+    case, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    sys.argv = sys.argv[:1]
+    torch.distributed.init_process_group("gloo")
+    ranks = torch.distributed.get_world_size()
+    parallel_state.initialize_model_parallel(ranks, 1)
+    random_states.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+    model = made(case, ranks)
+    own = folder / f"rank_{torch.distributed.get_rank()}"
+    own.mkdir(parents=True)
+    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    torch.save(tensors, own / "model.pt")
+    if ranks > 1:
+        return
+    (folder / "dist").mkdir()
+    common = {"args": argparse.Namespace(num_layers=case["config"]["num_layers"]), "iteration": 3}
+    dist_checkpointing.save({**common, "model": sharded(model)}, str(folder / "dist"))
+    tokens = torch.tensor(case["tokens"])
+    count = tokens.shape[1]
+    mask = torch.tril(torch.ones(1, 1, count, count)) < 0.5
+    with torch.no_grad():
+        logits = model(tokens, torch.arange(count)[None], mask)
+    torch.save(logits[..., : case["vocabulary"]].clone(), folder / "logits.pt")
+
+
+if __name__ == "__main__":
+    main()
