@@ -112,10 +112,11 @@ def applied_to_file(
 
 
 def _goes_by_names_below(source: SourceTree, training: Training) -> bool:
-    """Tell whether a source is a whole training whose optimizer has the names of parameters below `model.`."""
+    """Tell whether a source is a whole training whose optimizer, if any, has the names of parameters below `model.`."""
     if not is_whole_training(source.nest):
         return False
-    return any(optimizer.form is Form.NAMES for optimizer in _optimizers(source, training))
+    optimizers = _optimizers(source, training)
+    return not optimizers or any(optimizer.form is Form.NAMES for optimizer in optimizers)
 
 
 def _mapped(

@@ -102,6 +102,8 @@ def arranged(
         notes.append(note)
     elif training.groups:
         root.flat += ["optimizer", Dict(["param_groups", list(training.groups)])]
+    else:  # saved without it: still a training, whose model has its names below `model`
+        root.flat += ["optimizer", Dict()]
     for key, value in training.values.items():
         if key not in _OF_LAYOUT:
             root.flat += [_RENAMED.get(key, key), plain(value)]
