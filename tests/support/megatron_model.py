@@ -1,6 +1,6 @@
 """Be a rank of a tiny model of Megatron-Core on a CPU: make it, save it as torch_dist and by ranks, give its logits.
 
-    RANK=0 WORLD_SIZE=1 MASTER_PORT=... python megatron_model.py CASE.json FOLDER
+    python megatron_model.py CASE.json FOLDER RANK RANKS
 
 What takes the place of CUDA is below; layers are Megatron-Core's own (no Transformer Engine). CASE.json has
 `vocabulary` (and `padded`, to which it is), `tied`, `tokens`, `config` for `TransformerConfig`, and `layers` for its
@@ -53,7 +53,6 @@ from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 from megatron.core.models.gpt import gpt_layer_specs  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.transformer import transformer_config  # noqa: E402
-
 
 
 def configuration(case: dict[str, Any], ranks: int) -> Any:
@@ -114,14 +113,14 @@ def sharded(model: Any) -> Any:
 
 
 def main() -> None:
-    case, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    sys.argv = sys.argv[:1]
-    torch.distributed.init_process_group("gloo")
-    ranks = torch.distributed.get_world_size()
+    case, folder, arguments = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), sys.argv[1:]
+    sys.argv = sys.argv[:1]  # Megatron-Core reads them too
+    rank, ranks = map(int, arguments[2:])
+    torch.distributed.init_process_group("gloo", f"file://{folder.absolute()}/meeting", rank=rank, world_size=ranks)
     parallel_state.initialize_model_parallel(ranks, 1)
     random_states.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
     model = made(case, ranks)
-    own = folder / f"rank_{torch.distributed.get_rank()}"
+    own = folder / f"rank_{rank}"
     own.mkdir(parents=True)
     tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     torch.save(tensors, own / "model.pt")
