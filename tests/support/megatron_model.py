@@ -76,6 +76,19 @@ def configuration(case: dict[str, Any], ranks: int) -> Any:
     )
 
 
+class PlainAttention(torch.nn.Module):
+    """Attention whose keys and values differ in size, which of Megatron-Core's only Transformer Engine's can have."""
+
+    def __init__(self, softmax_scale: float, **_: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> Any:
+        scores = torch.einsum("ibhd,jbhd->bhij", query, key) * self.scale
+        shares = scores.masked_fill(mask, float("-inf")).softmax(-1)
+        return torch.einsum("bhij,jbhd->ibhd", shares, value).flatten(2)
+
+
 def made(case: dict[str, Any], ranks: int) -> Any:
     """Return the model of a case with weights that are random, and zeros where the vocabulary is padded."""
     config = configuration(case, ranks)
@@ -85,6 +98,9 @@ def made(case: dict[str, Any], ranks: int) -> Any:
         )
     else:
         specification = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm", **case["layers"])
+    if case["config"].get("multi_latent_attention"):
+        for layer in getattr(specification, "layer_specs", [specification]):
+            layer.submodules.self_attention.submodules.core_attention = PlainAttention
     model = GPTModel(
         config,
         specification,
