@@ -123,7 +123,7 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 
 # Libraries whose tests are marked with their names, since they need the library itself.
-_PEERS = ("mindspore", "torch", "deepspeed")
+_PEERS = ("mindspore", "torch", "deepspeed", "megatron")
 # What takes a cluster, an MPI, or MindSpore itself.
 _SLOW_FIXTURES = {"mpi", "mpirun", "slurm", "mindspore"}
 # Modules of single tests that take longest.

@@ -89,8 +89,11 @@ class ShardFiles(NamedTuple):
     @property
     def shards(self) -> tuple[str, ...]:
         """The paths of the files that hold tensors, without an index."""
-        paths = (path for paths in self.by_rank.values() for path in paths)
-        return tuple(path for path in paths if not self.is_folder or formats.name_of(path) is not None)
+        paths = tuple(path for paths in self.by_rank.values() for path in paths)
+        if not self.is_folder:
+            return paths
+        of_index = formats.info(self.format).before_index
+        return tuple(path for path in paths if formats.name_of(path) is not None and Path(path).name not in of_index)
 
     @property
     def by_target_rank(self) -> Mapping[int, Sequence[str]]:

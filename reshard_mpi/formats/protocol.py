@@ -139,6 +139,7 @@ class Packed(NamedTuple):
         prefix: what `FolderFormat.file_name` is given for their names.
         files: the parts in each, in the order in which they are written; no name twice in all.
         strings: that every file gets, for `Format.reserve`.
+        only_first: whether only the first one gets them.
         equal: names of tensors of which only the first is taken, since the others must hold the same.
         left_out: names of tensors that go nowhere.
         notes: in words, what else people must know of the files.
@@ -152,6 +153,7 @@ class Packed(NamedTuple):
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
+    only_first: bool = False
 
 
 class PackingOptions(NamedTuple):

@@ -71,6 +71,7 @@ class FormatInfo(NamedTuple):
     # of a whole training only the model is kept, whose tensors have names without the `model.` before them
     holds_model_alone: bool = False
     packs: bool = False  # files have parts of tensors as its framework lays them out (`protocol.PackingFormat`)
+    names_parts: bool = False  # which its files list by name, so that each file can be compared with its parts
     needs: tuple[str, ...] = ()  # names of options that its targets need, and no others take
     takes: tuple[str, ...] = ()  # names of further options that they take
     describes_itself: bool = False  # a shard states its rank and how its checkpoint is sharded
@@ -259,6 +260,7 @@ _BUILT_IN = (
         pointer_files=(_LATEST_ITERATION,),
         is_folder=True,
         packs=True,
+        names_parts=True,
         takes=("core_version", "max_shard_size"),
         shares_blocks=True,
         sharded_variant="torch",

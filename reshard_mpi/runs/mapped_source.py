@@ -179,7 +179,7 @@ class MappedCheckpoint(SourceCheckpoint):
             stage=number,
             identity=ShardIdentity(number, len(packed.files), ""),
             tensors=tensors,
-            strings=packed.strings,
+            strings={} if number and packed.only_first else packed.strings,
             checks=(),
             absent=(),
             notes=(),

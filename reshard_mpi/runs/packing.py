@@ -19,6 +19,7 @@ from reshard_mpi.runs.request import Request
 if TYPE_CHECKING:
     from reshard_mpi.formats.protocol import Packed
     from reshard_mpi.formats.tensor_table import TensorType
+    from reshard_mpi.journal.run_records import RunIdentity
 
 
 class Packing(NamedTuple):
@@ -61,6 +62,16 @@ def as_read_from(format_name: str) -> Packing | None:
     """Return what makes a checkpoint what it is read as from files of a format; None if that packs nothing."""
     module = formats.packing_by_name(format_name)
     return None if module is None else Packing(module.as_read, by_file=False)
+
+
+def files_of_run(
+    request: Request, source: SourceCheckpoint, run: RunIdentity | None, format_name: str
+) -> Packing | None:
+    """Return what packs the source as a run has done it, if its files can be compared one by one; else None."""
+    if run is None or run.format != format_name or not formats.info(format_name).names_parts:
+        return None
+    as_run = {name: run.facts.get(name) for name in ("dp", "zero_stage", "core_version", "max_shard_size")}
+    return packing_of(Request.of({**request._asdict(), **as_run}), source, format_name)
 
 
 def model_alone_of(request: Request, source: SourceCheckpoint, format_name: str) -> Packing | None:

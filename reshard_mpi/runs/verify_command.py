@@ -19,9 +19,11 @@ from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.first_difference import difference_from_source
 from reshard_mpi.engine.open_files import Files, OnBytes
 from reshard_mpi.errors import DamageError, ReshardError, SourceError
+from reshard_mpi.filesystem import source_files
 from reshard_mpi.filesystem.paths import require_reachable
 from reshard_mpi.formats.manifest import NEST, Manifest
 from reshard_mpi.formats.nest.nodes import agree
+from reshard_mpi.formats.protocol import Packed
 from reshard_mpi.journal.record_finder import (
     RecordFinder,
     damage_besides,
@@ -45,7 +47,7 @@ from reshard_mpi.runs.check_contents import (
 )
 from reshard_mpi.runs.open_run import chosen_targets
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
-from reshard_mpi.runs.packing import reading_of
+from reshard_mpi.runs.packing import files_of_run, reading_of
 from reshard_mpi.runs.plan_conversion import LIMITS, Conversion, apply_map
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, ProgressStage, SliceCounter, Words, complain
@@ -59,6 +61,7 @@ from reshard_mpi.runs.recorded_options import (
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.scheduling import assign, target_weights
 from reshard_mpi.runs.target_needs import Workload, checking_bytes
+from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import counted
 
 # Damaged tensors located in one shard; if there are more, one line says so.
@@ -189,8 +192,15 @@ def _opened_pair(
         Policy(request.unlisted, replicas=request.replicas, accumulated=accumulated),
         keeps_strings=formats.info(target_files.format).keeps_strings,
     )
-    packing = reading_of(request, source, target_files.format)
+    packing = files_of_run(request, source, run, target_files.format)
+    by_file = packing is not None
+    packing = packing or reading_of(request, source, target_files.format)
     conversion, digests = apply_map(request, conversion, packing)
+    if by_file:
+        assert conversion.view is not None
+        packed = conversion.view.packed
+        target = _packed_target(target_files, packed)
+        conversion = conversion.to(target.strategy)
     otherwise = made_otherwise(request, digests, chosen_files(files), run, target_files.path)
     for damage in damage_of_index(Path(target_files.path)):
         raise damage
@@ -206,6 +216,16 @@ def _opened_pair(
             joined = f"the {accumulated} of the replicas, as {target_files.path} says"
             notes = (*notes, f"accumulated gradients are compared with {joined}")
     return _ComparedCheckpoints(conversion, target, chosen_targets(request, conversion), governor, notes, otherwise)
+
+
+def _packed_target(files: shard_files.ShardFiles, packed: Packed) -> SourceCheckpoint:
+    """Return the files that a checkpoint is packed into, each by itself."""
+    module = formats.folder_by_name(files.format)
+    assert module is not None
+    root, count = Path(files.path).parent, len(packed.files)
+    paths = {rank: str(root / module.file_name(rank, count, packed.prefix)) for rank in range(count)}
+    by_rank = {rank: (path,) for rank, path in paths.items() if source_files.is_file(Path(path))}
+    return SourceCheckpoint(files._replace(by_rank=by_rank, is_folder=False), Strategy(count, 1, {}))
 
 
 def verify_alone(

@@ -94,7 +94,7 @@ DistributedOptimizer._get_main_param_and_optimizer_states = _states_without_step
 DistributedOptimizer._set_main_param_and_optimizer_states = _set_states_but_step
 
 LAYERS, HIDDEN, VOCABULARY, FFN = 4, 32, 128, 48
-WITHIN_SECONDS = 200
+WITHIN_SECONDS = 900
 _STATE = ("param", "exp_avg", "exp_avg_sq")
 
 

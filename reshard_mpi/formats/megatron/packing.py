@@ -116,6 +116,7 @@ def packed(tensors: Mapping[str, TensorType], strings: Mapping[str, str], option
         [tuple(counters)],
         tuple(found.others),
         common.notes,
+        only_first=True,
     )
 
 

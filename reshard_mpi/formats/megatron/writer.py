@@ -54,15 +54,16 @@ def file_name(target_rank: int, targets: int, prefix: str) -> str:
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
     """Return the largest size of the file of `spec`. Raises TargetError for what cannot be stored."""
     require_types(spec.specs, _HOLDER, "")
+    _require_common(spec, "")
     specs = spec.specs
     dimensions = [len(kind.shape) for kind in specs.kinds]
-    record_bytes = file_layout.footer_at_most_bytes(list(specs.names), dimensions, _strings(spec, ""))
+    record_bytes = file_layout.footer_at_most_bytes(list(specs.names), dimensions, dict(spec.strings))
     return specs.size_bytes + _ITEM_BYTES * len(specs) + record_bytes
 
 
-def _strings(spec: ShardSpec, path: str) -> dict[str, str]:
-    """Return what a file keeps besides tensors: the first one has it of all. Raises TargetError if it is not there."""
-    if COMMON not in spec.strings:
+def _require_common(spec: ShardSpec, path: str) -> None:
+    """Raise TargetError for a first file that is not one of a whole checkpoint: it says what all have in common."""
+    if spec.identity.rank == 0 and COMMON not in spec.strings:
         raise TargetError(
             "a file of Megatron is only written as a part of a whole checkpoint",
             expected="what the checkpoint has besides tensors",
@@ -70,13 +71,13 @@ def _strings(spec: ShardSpec, path: str) -> dict[str, str]:
             where=path,
             remedy="use reshard-mpi transform --to megatron",
         )
-    return dict(spec.strings) if spec.identity.rank == 0 else {}
 
 
 def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     """Write the file `path` without the elements of its tensors, as `Format.reserve` says."""
     require_types(spec.specs, _HOLDER, path)
-    specs, strings = spec.specs, _strings(spec, path)
+    _require_common(spec, path)
+    specs, strings = spec.specs, dict(spec.strings)
     structure.check_names(path, [*specs.names, *strings])
     tensors = dcp_writer.write_items(fd, path, specs, strings, _layout_of(specs.kinds))
     return Manifest(path, NAME, tensors, strings)

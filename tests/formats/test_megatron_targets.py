@@ -1,0 +1,514 @@
+"""Files that are written for Megatron-Core hold what its loader looks for, under its keys, and no class but its own."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import json
+import shutil
+import tempfile
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import dcp_peer, torch_peer
+from support.examples import many
+
+import reshard_mpi
+from reshard_mpi.errors import TargetError, UsageError
+from reshard_mpi.journal import commit
+
+Array = np.ndarray[Any, Any]
+BF16 = np.dtype(ml_dtypes.bfloat16)
+ENUMS = "megatron.core.transformer.enums"
+LAYER = "decoder.layers."
+
+
+class AttnBackend(enum.Enum):
+    flash, fused, unfused, local, auto = range(1, 6)
+
+
+# All that pickles of a checkpoint may name, besides plain data.
+KNOWN = {"argparse": argparse, ENUMS: types.SimpleNamespace(AttnBackend=AttnBackend)}
+
+
+@pytest.fixture(autouse=True)
+def known_classes() -> Iterator[None]:
+    with mock.patch.dict(torch_peer.STAND_INS, KNOWN):
+        yield
+
+
+def array(shape: tuple[int, ...], salt: int, dtype: Any = np.float32) -> Array:
+    return np.random.default_rng([*shape, salt]).standard_normal(shape).astype(np.float32).astype(dtype)
+
+
+def tensor(values: Array) -> Any:
+    return torch_peer.tensor(dcp_peer.sample(values), str(id(values)))
+
+
+SHAPES = {
+    "embedding.word_embeddings.weight": (6, 4),
+    f"{LAYER}self_attention.linear_qkv.weight": (3, 8, 4),
+    f"{LAYER}self_attention.linear_qkv.layer_norm_weight": (3, 4),
+    f"{LAYER}mlp.experts.experts.linear_fc1.weight": (3, 2, 5, 4),
+    "decoder.final_layernorm.weight": (4,),
+}
+GROUP = {"is_expert_parallel": False, "wd_mult": 1.0, "lr_mult": 1.0, "max_lr": 0.01, "lr": 0.005, "step": 3}
+ARGS = {
+    "num_layers": 3,
+    "hidden_size": 4,
+    "params_dtype": torch_peer.STAND_INS["torch"].bfloat16,  # type: ignore[attr-defined]
+    "attention_backend": {"class": f"{ENUMS}.AttnBackend", "value": 5},
+    "betas": (0.9, 0.95),
+    "data_path": ["a", "b"],
+}
+SCHEDULE = {"max_lr": 0.01, "num_steps": 24, "lr_decay_style": "cosine"}
+
+
+class Training:
+    """A whole training: `weights` of the model, `state` of its optimizer by kind, and `besides`."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], dtype: Any = BF16, **besides: Any) -> None:
+        main = {key: array(shape, 1) for key, shape in shapes.items()}
+        self.weights = {key: values.astype(dtype) for key, values in main.items()}
+        moments = {kind: {key: array(shape, 2) for key, shape in shapes.items()} for kind in ("exp_avg", "exp_avg_sq")}
+        self.state = ({"fp32_param": main} if dtype != np.float32 else {}) | moments
+        self.besides = besides or {
+            "args": dict(ARGS),
+            "checkpoint_version": 3.0,
+            "iteration": 3,
+            "scheduler": dict(SCHEDULE),
+        }
+        self.groups = [dict(GROUP), GROUP | {"wd_mult": 0.0}]
+        self.extra: dict[str, Any] = {}
+
+    def tree(self) -> dict[str, Any]:
+        """Return what a file of torch has of it."""
+        state: dict[str, dict[str, Any]] = {}
+        for kind, own in self.state.items():
+            for key, values in own.items():
+                state.setdefault(key, {})[kind] = tensor(values)
+        model = {key: tensor(values) for key, values in self.weights.items()}
+        return {
+            "model": model | self.extra,
+            "optimizer": {"state": state, "param_groups": self.groups},
+            **self.besides,
+        }
+
+    def save(self, path: Path) -> Path:
+        torch_peer.save(path, self.tree())
+        return path
+
+    def expected(self) -> dict[str, Array]:
+        """Return the tensors that Megatron is to find."""
+        main = self.state.get("fp32_param", self.weights)
+        kinds = {kind: own for kind, own in self.state.items() if kind != "fp32_param"} | {"param": main}
+        return self.weights | {
+            f"optimizer.state.{kind}.{key}": values for kind, own in kinds.items() for key, values in own.items()
+        }
+
+
+def written(folder: Path) -> dcp_peer.Checkpoint:
+    """Return what the latest checkpoint of a folder holds, by other means than the package's."""
+    return dcp_peer.read(folder / f"iter_{int((folder / 'latest_checkpointed_iteration.txt').read_text()):07d}")
+
+
+def require_tensors(folder: Path, expected: dict[str, Array]) -> None:
+    found = written(folder).tensors
+    assert {name: (each.dtype.name, each.shape, each.content) for name, each in found.items()} == {
+        name: (values.dtype.name, values.shape, values.tobytes()) for name, values in expected.items()
+    }
+
+
+def require_same(one: Path, other: Path, *, attrs: bool = True) -> None:
+    with reshard_mpi.open(one) as before, reshard_mpi.open(other) as after:
+        assert {name: before[name][...].tobytes() for name in before} == {
+            name: after[name][...].tobytes() for name in after
+        }
+        assert not attrs or before.attrs == after.attrs
+
+
+def test_a_whole_training(tmp_path: Path) -> None:
+    training = Training(SHAPES)
+    key = f"{LAYER}self_attention.linear_qkv._extra_state/shard_{{}}_3"
+    training.extra = {key.format(0): None, key.format(1): None, key.format(2): tensor(np.arange(3, dtype=np.uint8))}
+    source, out = training.save(tmp_path / "x.pt"), tmp_path / "out"
+    report = reshard_mpi.transform(source, out, to="megatron", verify=True)
+    assert not report.warnings and not report.notes
+    require_tensors(out, training.expected())
+    found = written(out)
+    assert found.paths is None
+    (common,) = found.objects.pop("common_state/shard_0_1")
+    assert common == {
+        "args": argparse.Namespace(**ARGS | {"attention_backend": AttnBackend.auto}),
+        "checkpoint_version": 3.0,
+        "iteration": 3,
+        "optimizer": {"optimizer": {"param_groups": training.groups}, "param_state_sharding_type": "fully_reshardable"},
+        "opt_param_scheduler": SCHEDULE,
+        "content_metadata": {
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+        },
+    }
+    assert [*common["args"].__dict__] == [*ARGS]
+    (extra,) = found.objects.pop(key.format(2))
+    assert torch_peer.sample_of("", extra).content == bytes(range(3))
+    assert found.objects == {key.format(0): [None], key.format(1): [None]}
+    folder = out / "iter_0000003"
+    assert json.loads((folder / "metadata.json").read_text()) == {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+    }
+    assert {path.name for path in folder.iterdir()} == {"metadata.json", ".metadata", "__0_0.distcp"}
+    assert (out / "latest_checkpointed_iteration.txt").read_bytes() == b"3"
+    reshard_mpi.verify(source, out)
+    reshard_mpi.transform(out, tmp_path / "again", to="megatron")
+    require_same(out, tmp_path / "again")
+
+
+def test_layers_and_experts_are_chunks_of_their_own(tmp_path: Path) -> None:
+    """A rank that loads a layer reads the whole of every chunk that has a part of it."""
+    reshard_mpi.transform(Training(SHAPES).save(tmp_path / "x.pt"), tmp_path / "out", to="megatron")
+    listed = written(tmp_path / "out").metadata.state_dict_metadata
+    chunks = {
+        key.rpartition(".")[0]: [tuple(chunk.sizes) for chunk in listed[key].chunks]
+        for key in SHAPES
+        if key.endswith("weight")
+    }
+    assert chunks[f"{LAYER}mlp.experts.experts.linear_fc1"] == [(1, 1, 5, 4)] * 6
+    assert chunks["embedding.word_embeddings"] == [(6, 4)]
+
+
+def test_common_state_is_a_file_up_to_a_release(tmp_path: Path) -> None:
+    training = Training(SHAPES)
+    training.besides["args"]["scope"] = {"class": f"{ENUMS}.CudaGraphModule", "value": 2}
+    source = training.save(tmp_path / "x.pt")
+    report = reshard_mpi.transform(source, tmp_path / "out", to="megatron", core_version="0.17")
+    assert [note for note in report.notes if "args.scope" in note and "0.17" in note]
+    folder = tmp_path / "out/iter_0000003"
+    assert json.loads((folder / "metadata.json").read_text()) == {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+    common = torch_peer.load(folder / "common.pt")
+    assert common["args"] == argparse.Namespace(**ARGS | {"attention_backend": AttnBackend.auto})
+    assert "common_state/shard_0_1" not in written(tmp_path / "out").objects
+    with pytest.raises(UsageError, match="core_version"):
+        reshard_mpi.transform(source, tmp_path / "other", to="megatron", core_version="0.14")
+    with pytest.raises(UsageError, match="--core-version is for --to megatron"):
+        reshard_mpi.transform(source, tmp_path / "other", to="dcp", core_version="0.19")
+
+
+@pytest.mark.parametrize("value", [7, "5", True, None])
+def test_what_is_no_member_of_an_enumeration_is_left_out(tmp_path: Path, value: Any) -> None:
+    training = Training(SHAPES)
+    training.besides["args"]["attention_backend"] = {"class": f"{ENUMS}.AttnBackend", "value": value}
+    training.besides["harm"] = [{"class": "os.system", "value": "true"}, 5]
+    report = reshard_mpi.transform(training.save(tmp_path / "x.pt"), tmp_path / "out", to="megatron")
+    (common,) = written(tmp_path / "out").objects["common_state/shard_0_1"]
+    is_plain = value in (True, None)  # no class's value, but a dictionary
+    assert hasattr(common["args"], "attention_backend") == is_plain
+    assert common["harm"] == [5]
+    assert [note for note in report.notes if "harm[0]" in note and ("args.attention_backend" in note) != is_plain]
+
+
+def numbered(training: Training) -> Training:
+    """Return the training with layers and experts apart, as the files of ranks have them."""
+    apart = Training({}, **training.besides)
+    apart.groups = training.groups
+
+    def taken(tensors: dict[str, Array]) -> dict[str, Array]:
+        found = {}
+        for key, values in tensors.items():
+            part = key.removeprefix(LAYER)
+            for layer, of_layer in enumerate(values) if part != key else ():
+                if ".experts.experts." not in part:
+                    found[f"{LAYER}{layer}.{part}"] = of_layer
+                else:
+                    names = part.replace(".experts.experts.", ".experts.local_experts.{}.")
+                    found |= {f"{LAYER}{layer}.{names.format(expert)}": own for expert, own in enumerate(of_layer)}
+            if part == key:
+                found[key] = values
+        return found
+
+    apart.weights = taken(training.weights)
+    apart.state = {kind: taken(own) for kind, own in training.state.items()}
+    return apart
+
+
+def test_numbered_layers_are_put_on_top_of_each_other(tmp_path: Path) -> None:
+    training = Training(SHAPES)
+    apart = numbered(training)
+    apart.extra = {f"{LAYER}{layer}.self_attention.linear_qkv._extra_state": None for layer in range(3)}
+    reshard_mpi.transform(apart.save(tmp_path / "x.pt"), tmp_path / "out", to="megatron", verify=True)
+    require_tensors(tmp_path / "out", training.expected())
+    objects = written(tmp_path / "out").objects
+    assert [name for name in objects if "_extra_state" in name] == [
+        f"{LAYER}self_attention.linear_qkv._extra_state/shard_{layer}_3" for layer in range(3)
+    ]
+    reshard_mpi.verify(tmp_path / "x.pt", tmp_path / "out")
+
+
+def test_layers_that_are_not_alike_keep_their_numbers(tmp_path: Path) -> None:
+    training = Training(
+        {
+            f"{LAYER}0.mlp.linear_fc1.weight": (5, 4),
+            f"{LAYER}1.mlp.experts.linear_fc1.weight0": (5, 4),
+            f"{LAYER}1.mlp.experts.linear_fc1.weight1": (5, 4),
+        }
+    )
+    reshard_mpi.transform(training.save(tmp_path / "x.pt"), tmp_path / "out", to="megatron")
+    assert {name: each.shape for name, each in written(tmp_path / "out").tensors.items() if "optim" not in name} == {
+        f"{LAYER}0.mlp.linear_fc1.weight": (5, 4),
+        f"{LAYER}1.mlp.experts.experts.linear_fc1.weight": (2, 5, 4),
+    }
+    training.weights[f"{LAYER}1.mlp.experts.linear_fc1.weight3"] = array((5, 4), 1, BF16)  # and there is no number 2
+    with pytest.raises(TargetError, match="not alike"):
+        reshard_mpi.transform(training.save(tmp_path / "y.pt"), tmp_path / "other", to="megatron")
+
+
+def test_weights_in_float32_are_their_own_copies(tmp_path: Path) -> None:
+    training = Training(SHAPES, np.float32)
+    reshard_mpi.transform(training.save(tmp_path / "x.pt"), tmp_path / "out", to="megatron")
+    require_tensors(tmp_path / "out", training.expected())
+    require_same(tmp_path / "x.pt", tmp_path / "out", attrs=False)
+
+
+def test_weights_without_copies_are_converted(tmp_path: Path) -> None:
+    training = Training(SHAPES)
+    training.state.pop("fp32_param")
+    reshard_mpi.transform(training.save(tmp_path / "x.pt"), tmp_path / "out", to="megatron", verify=True)
+    copies = {f"optimizer.state.param.{key}": values.astype(np.float32) for key, values in training.weights.items()}
+    require_tensors(tmp_path / "out", training.expected() | copies)
+
+
+def test_experts_have_an_optimizer_of_their_own(tmp_path: Path) -> None:
+    training = Training(SHAPES, iteration=3, args=dict(ARGS), scaler={"scale": 2.0})
+    training.groups.append(GROUP | {"is_expert_parallel": True})
+    reshard_mpi.transform(training.save(tmp_path / "x.pt"), tmp_path / "out", to="megatron")
+    (common,) = written(tmp_path / "out").objects["common_state/shard_0_1"]
+    assert [*common["optimizer"]] == [0, 1]
+    groups = [own["optimizer"]["param_groups"] for own in common["optimizer"].values()]
+    assert groups == [training.groups[:2], training.groups[2:]]
+    assert all(own["grad_scaler"] == {"scale": 2.0} for own in common["optimizer"].values())
+
+
+@pytest.mark.parametrize("to", ["hf", "safetensors", "ckpt"])
+def test_weights_of_others(tmp_path: Path, to: str) -> None:
+    """What Megatron's modules save besides is made; there are no arguments, and that is said."""
+    weights = {key: array(shape, 1) for key, shape in SHAPES.items()}
+    torch_peer.save(tmp_path / "x.pt", {key: tensor(values) for key, values in weights.items()})
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "source", to=to)
+    report = reshard_mpi.transform(tmp_path / "source", tmp_path / "out", to="megatron", verify=True)
+    assert [note for note in report.notes if "no arguments of Megatron" in note and "iteration is 0" in note]
+    require_tensors(tmp_path / "out", weights)
+    objects = written(tmp_path / "out").objects
+    (common,) = objects.pop("common_state/shard_0_1")
+    assert "args" not in common and "optimizer" not in common and common["iteration"] == 0
+    assert "distrib_optim_sharding_type" not in common["content_metadata"]
+    modules = {
+        f"{LAYER}self_attention.linear_qkv": (3,),
+        f"{LAYER}mlp.experts.experts.linear_fc1": (3, 2),
+        "decoder.final_layernorm": (1,),
+    }
+    keys = {
+        f"{module}._extra_state/shard_{'.'.join(map(str, place))}_{'.'.join(map(str, counts))}"
+        for module, counts in modules.items()
+        for place in np.ndindex(counts)
+    }
+    assert {*objects} == keys and all(value == [None] for value in objects.values())
+
+
+def test_the_step_of_another_framework(tmp_path: Path) -> None:
+    """It is a tensor of each parameter there, and one number of each group here."""
+    training = Training(SHAPES, global_step=7)
+    training.groups = [{"lr": 0.5, "params": [*SHAPES]}]
+    tree = training.tree()
+    for own in tree["optimizer"]["state"].values():
+        own["step"] = tensor(np.float32(9).reshape(()))
+    torch_peer.save(tmp_path / "x.pt", tree)
+    report = reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "out", to="megatron")
+    assert [note for note in report.notes if "iteration is 7" in note]
+    assert [note for note in report.notes if "--no-load-optim" in note]
+    (common,) = written(tmp_path / "out").objects["common_state/shard_0_1"]
+    assert common["optimizer"]["optimizer"]["param_groups"] == [{"lr": 0.5, "step": 9.0}]
+    assert common["iteration"] == 7 and common["global_step"] == 7
+    require_tensors(tmp_path / "out", training.expected())
+    tree["optimizer"]["state"]["decoder.final_layernorm.weight"]["step"] = tensor(np.float32(8).reshape(()))
+    torch_peer.save(tmp_path / "y.pt", tree)
+    with pytest.raises(reshard_mpi.ReshardError, match="step"):
+        reshard_mpi.transform(tmp_path / "y.pt", tmp_path / "other", to="megatron")
+
+
+def without_a_moment(training: Training) -> None:
+    training.state["exp_avg"].pop("embedding.word_embeddings.weight")
+
+
+def with_state_of_nothing(training: Training) -> None:
+    training.state["exp_avg"]["lost.weight"] = array((2,), 1)
+
+
+def with_state_of_another_shape(training: Training) -> None:
+    training.state["exp_avg"]["embedding.word_embeddings.weight"] = array((7, 4), 1)
+
+
+def with_a_copy_of_what_is_not_trained(training: Training) -> None:
+    for kind in ("exp_avg", "exp_avg_sq"):
+        training.state[kind].pop("embedding.word_embeddings.weight")
+
+
+def without_weights(training: Training) -> None:
+    training.weights, training.state = {}, {}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (without_a_moment, "exp_avg of every parameter"),
+        (with_state_of_nothing, "lost.weight"),
+        (with_state_of_another_shape, r"\[6, 4\]"),
+        (with_a_copy_of_what_is_not_trained, "moments of every weight"),
+        (without_weights, "tensors of a model"),
+    ],
+)
+def test_a_training_that_contradicts_itself_is_refused(tmp_path: Path, spoil: Any, says: str) -> None:
+    training = Training(SHAPES)
+    spoil(training)
+    with pytest.raises(TargetError, match=says):
+        reshard_mpi.transform(training.save(tmp_path / "x.pt"), tmp_path / "out", to="megatron")
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_strategy_cuts_it(tmp_path: Path) -> None:
+    (tmp_path / "two.toml").write_text('mesh = { x = 2 }\n[[parameter]]\nmatch = "*"\n')
+    source = Training(SHAPES).save(tmp_path / "x.pt")
+    with pytest.raises(UsageError, match="any number of ranks"):
+        reshard_mpi.transform(source, tmp_path / "out", to="megatron", dst_strategy=tmp_path / "two.toml")
+
+
+def test_other_tensors_are_left_out_by_name(tmp_path: Path) -> None:
+    training = Training(SHAPES)
+    training.besides["averages"] = {"w": tensor(array((2,), 5)), "count": 4}
+    report = reshard_mpi.transform(training.save(tmp_path / "x.pt"), tmp_path / "out", to="megatron")
+    assert [note for note in report.notes if "averages.w" in note]
+    (common,) = written(tmp_path / "out").objects["common_state/shard_0_1"]
+    assert common["averages"] == {"count": 4}
+    require_tensors(tmp_path / "out", training.expected())
+
+
+# The size of a file of a few chunks, so that there are several.
+SMALL: dict[str, Any] = {"to": "megatron", "max_shard_size": 300}
+
+
+def test_a_stopped_run_goes_on_and_its_index_is_written_last(tmp_path: Path) -> None:
+    source, out = Training(SHAPES).save(tmp_path / "x.pt"), tmp_path / "out"
+    folder, named = out / "iter_0000003", []
+    index = [folder / ".metadata", folder / "metadata.json", out / "latest_checkpointed_iteration.txt"]
+    publish = commit.publish_bytes
+
+    def noted(opened: Any, name: str, content: bytes) -> None:
+        named.append(opened.path / name)
+        publish(opened, name, content)
+
+    with mock.patch.object(commit, "publish_bytes", noted):
+        reshard_mpi.transform(source, out, rank=[0, 2], **SMALL)
+        assert not any(path.exists() for path in index) and not named
+        count = len(reshard_mpi.transform(source, out, resume=True, **SMALL).targets)
+    assert named == index and count > 3
+    require_tensors(out, Training(SHAPES).expected())
+    contents = {path: path.read_bytes() for path in index}
+    for path in index:
+        path.unlink()
+        reshard_mpi.transform(source, out, resume=True, **SMALL)
+        assert {path: path.read_bytes() for path in index} == contents
+    (folder / "__1_0.distcp").unlink()
+    reshard_mpi.transform(source, out, rank=0, overwrite=True, **SMALL)
+    assert not any(path.exists() for path in index)
+
+
+def test_another_run_takes_the_place_of_one(tmp_path: Path) -> None:
+    """Of another iteration, whose folder has another name: nothing of the first one is left."""
+    source, out = Training(SHAPES).save(tmp_path / "x.pt"), tmp_path / "out"
+    reshard_mpi.transform(source, out, core_version="0.18", **SMALL)
+    later = Training(SHAPES, iteration=12, args=dict(ARGS)).save(tmp_path / "y.pt")
+    with pytest.raises(TargetError, match="another run"):
+        reshard_mpi.transform(later, out, **SMALL)
+    reshard_mpi.transform(later, out, to="megatron", overwrite=True)
+    assert {path.name for path in out.iterdir() if path.name.startswith("iter_")} == {"iter_0000012"}
+    assert (out / "latest_checkpointed_iteration.txt").read_text() == "12"
+    assert {path.name for path in (out / "iter_0000012").iterdir()} == {"metadata.json", ".metadata", "__0_0.distcp"}
+
+
+def test_a_later_save_of_the_training_stays_the_latest(tmp_path: Path) -> None:
+    source, out = Training(SHAPES).save(tmp_path / "x.pt"), tmp_path / "out"
+    reshard_mpi.transform(source, out, to="megatron")
+    shutil.copytree(out / "iter_0000003", out / "iter_0000010")
+    pointer = out / "latest_checkpointed_iteration.txt"
+    pointer.write_text("10")
+    reshard_mpi.transform(source, out, to="megatron", resume=True)
+    assert pointer.read_text() == "10"
+    pointer.write_text("9")  # there is no such folder
+    reshard_mpi.transform(source, out, to="megatron", resume=True)
+    assert pointer.read_text() == "3"
+
+
+def test_a_checkpoint_of_others_is_not_written_over(tmp_path: Path) -> None:
+    folder = tmp_path / "out/iter_0000003"
+    folder.mkdir(parents=True)
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    with pytest.raises(TargetError, match="index"):
+        reshard_mpi.transform(Training(SHAPES).save(tmp_path / "x.pt"), tmp_path / "out", to="megatron")
+    assert [path.name for path in folder.iterdir()] == ["metadata.json"]
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    source, out = Training(SHAPES).save(tmp_path / "x.pt"), tmp_path / "out"
+    reshard_mpi.transform(source, out, to="megatron", verify=True)
+    path = out / "iter_0000003/__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    at = content.index(array((6, 4), 2).tobytes())  # a moment of the embedding
+    content[at] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(reshard_mpi.ReshardError, match=r"embedding\.word_embeddings"):
+        reshard_mpi.verify(source, out)
+
+
+@many(60)
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.booleans(),
+    st.sampled_from([1, 200, 10**6]),
+    st.sampled_from(["0.15", "0.18", "0.19"]),
+    st.sampled_from([BF16, np.dtype(np.float16), np.dtype(np.float32)]),
+)
+def test_it_comes_back_through_any_form(
+    layers: int, experts: int, apart: bool, most_bytes: int, release: str, dtype: Any
+) -> None:
+    training = Training(
+        {key: (layers, *shape[1:]) if key.startswith(LAYER) else shape for key, shape in SHAPES.items()}
+        | {f"{LAYER}mlp.experts.experts.linear_fc2.weight": (layers, experts, 4, 5), f"{LAYER}empty": (layers, 0)},
+        dtype,
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        source = (numbered(training) if apart else training).save(folder / "x.pt")
+        asked: dict[str, Any] = {"to": "megatron", "max_shard_size": most_bytes, "core_version": release}
+        reshard_mpi.transform(source, folder / "out", verify=True, **asked)
+        require_tensors(folder / "out", training.expected())
+        reshard_mpi.transform(folder / "out", folder / "torch", to="torch", verify=True)
+        reshard_mpi.transform(folder / "torch", folder / "again", **asked)
+        require_same(folder / "out", folder / "again")
+        names = {path.name for path in (folder / "out/iter_0000003").iterdir()}
+        assert {path.name: path.read_bytes() for path in (folder / "again/iter_0000003").iterdir()}.keys() == names
