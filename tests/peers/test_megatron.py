@@ -116,7 +116,7 @@ def test_weights_alone(megatron: Megatron, trained: dict[str, Any], tmp_path: Pa
     source, layout = megatron.folder / name / FOLDER, SOURCES[name]
     reshard_mpi.transform(source, tmp_path / "hf", to="hf")
     reshard_mpi.transform(
-        tmp_path / "hf", tmp_path / "out", to="megatron", core_version=release(), max_shard_size=10**5
+        tmp_path / "hf", tmp_path / "out", to="megatron", core_version=release(), max_shard_size=10**4
     )
     assert len([*(tmp_path / "out" / "iter_0000000").glob("*.distcp")]) > 1
     found = megatron.do(

@@ -231,7 +231,7 @@ class Training:
         dist_checkpointing.save(state, str(folder), content_metadata=kept)
 
     def whole(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return all whole tensors on rank 0, put together of what the ranks hold. One rank has each parameter."""
+        """Return all whole tensors on rank 0, put together of what the ranks hold."""
         found: list[Any] = []
         owner = {
             param: optimizer
@@ -239,22 +239,25 @@ class Training:
             for param in optimizer.model_param_group_index_map
         }
         for entry in self.entries():
-            states = (
-                {} if entry.data not in owner else owner[entry.data]._get_main_param_and_optimizer_states(entry.data)
-            )
-            held = {"": entry.data, **{f"{name}|": state for name, state in states.items() if name in _STATE}}
-            for prefix, tensor in held.items():
-                values = tensor.detach().float().reshape(entry.data.shape).contiguous()
+            held = {"": entry.data.detach().float()}
+            if optimizer := owner.get(entry.data):
+                own = optimizer._get_model_param_range_map(entry.data)["param"]
+                for name, state in optimizer._get_main_param_and_optimizer_states(entry.data).items():
+                    if name in _STATE:  # the part of it that this data-parallel rank has
+                        held[f"{name}|"] = torch.full_like(held[""], torch.nan).contiguous()
+                        held[f"{name}|"].view(-1)[own.start : own.end] = state.detach().view(-1)
+            for prefix, values in held.items():
                 found += [
                     (prefix + part.key, tuple(part.global_shape), region(part), part.data.numpy().copy())
-                    for part in parts(entry, values)
+                    for part in parts(entry, values.contiguous())
                 ]
         everything: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(found, everything)
         tensors: dict[str, np.ndarray[Any, Any]] = {}
         for key, shape, place, values in (each for of_rank in everything or () for each in of_rank):
             whole = tensors.setdefault(key, np.full(shape, np.nan, dtype=np.float32))
-            whole[place] = values.reshape(whole[place].shape)
+            values = values.reshape(whole[place].shape)
+            whole[place] = np.where(np.isnan(values), whole[place], values)
         assert not any(np.isnan(tensor).any() for tensor in tensors.values())
         return tensors
 
