@@ -157,7 +157,7 @@ class Packed(NamedTuple):
 
 
 class PackingOptions(NamedTuple):
-    """What a user says of the files of a format that packs; each of them takes what its `FormatInfo` names.
+    """The choices of a user for the files of a format that packs; each takes the ones that its `FormatInfo` names.
 
     Attributes:
         dp: for how many data-parallel ranks they are.

@@ -311,7 +311,7 @@ def leftovers(folder: Path, identity: RunIdentity) -> dict[str, int]:
 
 
 def other_saves(earlier: RunIdentity, identity: RunIdentity) -> tuple[str, ...]:
-    """Return the names of the folders in which an earlier run has made a save that stays beside that of another run.
+    """Return the names of the folders in which an earlier run has made a save that stays beside another run's.
 
     It does so where a pointer names the latest of several folders, and both runs have others; else there are none.
     """

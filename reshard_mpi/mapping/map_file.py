@@ -91,7 +91,7 @@ def read_rules(
 
 
 def _texts(path: Path, name: str) -> Iterator[MapText]:
-    """Yield the text of a map file, and then those of the files that it includes, each once.
+    """Yield the text of a map file, then the texts of the files that it includes, each once.
 
     Args:
         name: what the map is called by the user.

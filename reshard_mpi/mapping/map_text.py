@@ -57,7 +57,7 @@ def parse_rules(
     lengths: Mapping[str, int] = MappingProxyType({}),
     included: Sequence[MapText] = (),
 ) -> Rules:
-    """Read a map file, and those that it includes: their entries come after its own.
+    """Read a map file, and the files that it includes: their entries come after its own.
 
     Args:
         config: the model's configuration, for expressions in [axes].

@@ -341,7 +341,7 @@ def begins_of(path: str) -> tuple[str, ...]:
 
 
 def paths_in(node: Any, path: str, without: Collection[str]) -> Iterator[str]:
-    """Yield what names in each dictionary begin with, without those of some optimizers."""
+    """Yield what names in each dictionary begin with, but for some optimizers."""
     if path and path in without:
         return
     if entries_of(node) is not None:

@@ -309,7 +309,7 @@ class Rules(NamedTuple):
     fills: tuple[Fill, ...]
     axes: Mapping[str, int]  # the lengths that it gives, or the user does
     where: str  # the file
-    # lengths of axes of which neither shapes nor a configuration tell any
+    # lengths of axes that neither shapes nor a configuration tell
     usual: Mapping[str, UsualLength] = {}
     from_user: frozenset[str] = frozenset()  # the axes whose lengths the user gives
     lacks_config: bool = False  # whether it gives others by the configuration of the model, and there is none

@@ -59,7 +59,7 @@ def reading_of(request: Request, source: SourceCheckpoint, format_name: str) -> 
 
 
 def as_read_from(format_name: str) -> Packing | None:
-    """Return what makes a checkpoint what it is read as from files of a format; None if that packs nothing."""
+    """Return the step that makes a checkpoint as it is read from files of a format; None if that packs nothing."""
     module = formats.packing_by_name(format_name)
     return None if module is None else Packing(module.as_read, by_file=False)
 

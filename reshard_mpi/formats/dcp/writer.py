@@ -108,7 +108,7 @@ def locate_own(path: str) -> Manifest:
 
 
 def read_items(path: str, layouts: Callable[[TensorTable], LayoutOf]) -> file_layout.Footer:
-    """Return what the record of a file says of its items, as `write_items` wrote them. Raises ShardError if not so."""
+    """Return the items that the record of a file lists, as `write_items` wrote them. Raises ShardError if not so."""
     with structure.opened(path) as file:
         own_footer = file_layout.read_footer(file)
         tensors, end = own_footer.tensors, 0

@@ -27,7 +27,6 @@ from reshard_mpi.formats.deepspeed.layout import (
 from reshard_mpi.formats.deepspeed.settings import has_round_robin, is_aligned, sub_group_size
 from reshard_mpi.formats.deepspeed.torch_forms import (
     EngineNest,
-    NestTensor,
     dictionary_of,
     is_engines,
     is_nest_tensor,
@@ -38,7 +37,7 @@ from reshard_mpi.formats.deepspeed.training_tree import IS_PIPELINE
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest import flatten_tree
-from reshard_mpi.formats.nest.nodes import MODEL, Dict, NestError, Value
+from reshard_mpi.formats.nest.nodes import MODEL, Dict, NestError, NestTensor, Value
 from reshard_mpi.formats.protocol import Packed, PackingOptions, Part
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.sharding.box import Box

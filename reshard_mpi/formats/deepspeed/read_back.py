@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from reshard_mpi.formats.deepspeed.layout import WEIGHTS
-from reshard_mpi.formats.deepspeed.torch_forms import NestTensor, dictionary_of, is_nest_tensor, nest_of
+from reshard_mpi.formats.deepspeed.torch_forms import dictionary_of, is_nest_tensor, nest_of
 from reshard_mpi.formats.deepspeed.training_tree import CLIENT_STATE, OF_ENGINE
 from reshard_mpi.formats.nest import flatten_tree
-from reshard_mpi.formats.nest.nodes import Dict, Value
+from reshard_mpi.formats.nest.nodes import Dict, NestTensor, Value
 from reshard_mpi.formats.protocol import Packed, Part
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.sharding.box import Box

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.deepspeed.settings import config_value, type_in
 from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
-from reshard_mpi.formats.nest.nodes import ORDERED_DICT, Call, Dict, Global, NestError, Value
+from reshard_mpi.formats.nest.nodes import ORDERED_DICT, Call, Dict, Global, NestError, NestTensor, Value
 from reshard_mpi.formats.protocol import Packed
 from reshard_mpi.formats.tensor_table import TensorType
 
@@ -25,13 +25,6 @@ _GROUPS, _STATE, _PARAMETERS = "param_groups", "state", "params"
 # What DeepSpeed begins with in fp16, by the names in its settings (runtime/fp16 and precision_config.py).
 _BEGIN = {"initial_scale_power": 16, "loss_scale_window": 1000, "min_loss_scale": 1, "hysteresis": 2}
 _FACTOR = 2.0
-
-
-class NestTensor(NamedTuple):
-    """A tensor in the nest. dtype: the name of the type that it is converted to; empty: it keeps its own."""
-
-    name: str
-    dtype: str = ""
 
 
 def is_nest_tensor(value: Value) -> bool:
@@ -66,7 +59,7 @@ class EngineNest(NamedTuple):
     untrained: tuple[str, ...] = ()
 
     def in_source(self, packed: Packed) -> Packed:
-        """Return files made of these tensors as made of those of the source."""
+        """Return files that are made of these tensors as made of tensors of the source."""
         if not self.sources:
             return packed
         own, optimizer = self.sources, f"{_OPTIMIZER}."

@@ -73,7 +73,7 @@ def _sizes(tensors: Mapping[str, TensorPieces]) -> Iterator[tuple[str, int]]:
 
 
 def _require_rounded(key: str, weight: TensorPieces, copy: TensorPieces, reader: ElementReader, folder: str) -> None:
-    """Raise ShardError if the elements of a float32 copy that are looked at do not round to those of its weight."""
+    """Raise ShardError if elements of a float32 copy that are looked at do not round to its weight."""
     held = {box.start: (box, place) for box, place in weight.pieces}
     for box, place in copy.pieces:
         own_box, own_place = held.get(box.start, (None, None))

@@ -1,4 +1,4 @@
-"""Name the chunks of tensors in a file of a Megatron checkpoint by what they are (`Chunk`, `chunk_of`).
+"""Name chunks of tensors in the files of a Megatron checkpoint by tensor and place (`NamedChunk`, `chunk_of`).
 
 A file lists its tensors by name alone, so the name of a chunk says of which tensor it is, where it begins, and of what
 shape the whole is: `decoder.layers.mlp.linear_fc2.weight [3, 0, 0] of [4, 32, 48]`. What is no chunk has another name.
@@ -14,7 +14,7 @@ from reshard_mpi.formats.tensor_table import TensorType
 _NAME = re.compile(r"(?P<key>.*) \[(?P<start>[\d, ]*)\] of \[(?P<whole>[\d, ]*)\]", re.DOTALL)
 
 
-class Chunk(NamedTuple):
+class NamedChunk(NamedTuple):
     """A chunk of a tensor: the key of that, where the chunk begins, and the shape of the whole."""
 
     key: str
@@ -30,10 +30,10 @@ class Chunk(NamedTuple):
         return (*(1,) * (len(self.whole) - len(kind.shape)), *kind.shape)
 
 
-def chunk_of(name: str) -> Chunk | None:
+def chunk_of(name: str) -> NamedChunk | None:
     """Return the chunk of this name; None if it is the name of something else."""
     match = _NAME.fullmatch(name)
-    return None if match is None else Chunk(match["key"], _numbers(match["start"]), _numbers(match["whole"]))
+    return None if match is None else NamedChunk(match["key"], _numbers(match["start"]), _numbers(match["whole"]))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Make what all ranks of a Megatron training have in common, as its loader expects it (`common_state`, `objects_of`).
+"""Make the values that all ranks of a Megatron training share, as its loader expects them (`common_state`).
 
 That is the arguments of the run, its iteration, its schedule, and the settings of the optimizer's groups. Its pickle
 may name only argparse.Namespace and those enumerations of Megatron-Core that this module lists, besides plain data that
@@ -50,7 +50,7 @@ class CommonState(NamedTuple):
 
 
 def common_state(root: Dict, *, has_state: bool, release: str) -> CommonState:
-    """Return what a checkpoint has besides the tensors of its model and optimizer, as Megatron keeps it.
+    """Return the values of a checkpoint besides the tensors of its model and optimizer, as Megatron keeps them.
 
     Args:
         root: the nest of the checkpoint without these.

@@ -267,7 +267,7 @@ class _ParallelSizes:
         return any(type(group) is Dict and group.get("is_expert_parallel") is True for group in groups or [])
 
     def families(self, chain: int) -> Iterator[_Family]:
-        """Yield the ranks of a chained optimizer: together those of all stages that have the same part of tensors."""
+        """Yield the ranks of a chained optimizer: together all stages that have the same part of tensors."""
         count = len(self._ranks[chain])
         if not self.is_of_experts(chain):
             for part in range(self._tensor):

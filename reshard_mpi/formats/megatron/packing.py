@@ -1,6 +1,6 @@
 """Pack a checkpoint into the files of Megatron-Core's torch_dist, to be loaded in any layout (`packed`).
 
-Tensors of a whole training have its names: `model.KEY` becomes KEY, `optimizer.state.KEY.exp_avg` becomes
+Of a whole training the weight KEY below `model` becomes KEY, its state `exp_avg` becomes
 `optimizer.state.exp_avg.KEY`, and the copy of the weights in float32 `optimizer.state.param.KEY`, as Megatron's form
 fully_reshardable has them. Tensors of another checkpoint are the model's, by their own names. A tensor is cut into the
 layers and experts that are stacked in it, since a rank that loads one of these reads the whole of its chunk.
@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.manifest import NEST
-from reshard_mpi.formats.megatron.chunk_names import Chunk
+from reshard_mpi.formats.megatron.chunk_names import NamedChunk
 from reshard_mpi.formats.megatron.common_state import common_state
 from reshard_mpi.formats.megatron.stacking import StackedPlace, stacked, unnumbered
 from reshard_mpi.formats.megatron.training_tree import FP32
 from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
-from reshard_mpi.formats.nest.nodes import MODEL, ORDERED_DICT, Call, Dict, NestError, Value
+from reshard_mpi.formats.nest.nodes import MODEL, ORDERED_DICT, Call, Dict, NestError, NestTensor, Value
 from reshard_mpi.formats.protocol import Packed, PackingOptions, Part
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.sharding.box import Box
@@ -43,14 +43,8 @@ _MOST_EXTRA_BYTES = 1024 * KIB
 _WITHOUT_EXTRA = ("embedding.", "output_layer.")
 
 
-class _NestTensor(NamedTuple):
-    """A tensor in the nest."""
-
-    name: str
-
-
-class _SourceTensors(NamedTuple):
-    """The tensors of a source by what they are: names in it, by key.
+class _SortedTensors(NamedTuple):
+    """The tensors of a source, sorted into weights and state: names in it, by key.
 
     Attributes:
         weights: of the model.
@@ -88,7 +82,7 @@ def packed(tensors: Mapping[str, TensorType], strings: Mapping[str, str], option
         extra = dict.fromkeys(_usual_extra(places.values()))
     others = Dict()
     for key, value in root.pairs():
-        if key != "model" and type(value) is not _NestTensor:
+        if key != "model" and type(value) is not NestTensor:
             others.flat += [key, value]
     common = common_state(_without_tensors(others), has_state=bool(found.trained), release=release)
     counters = [*found.state.get(_COUNTER, {}).values()]
@@ -123,7 +117,7 @@ def packed(tensors: Mapping[str, TensorType], strings: Mapping[str, str], option
 def _root(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> Dict:
     """Return the nest of a source, with models of torch as plain dictionaries. Raises TargetError if it is none."""
     try:
-        root = rebuild_tree.rebuild({name: _NestTensor(name) for name in tensors}, strings)
+        root = rebuild_tree.rebuild({name: NestTensor(name) for name in tensors}, strings)
     except NestError as error:
         raise _not_held("nested dictionaries that hold the tensors by their names", error.problem) from None
     if type(root) is not Dict:
@@ -136,15 +130,15 @@ def _plain(value: Value) -> Value:
     return Dict([*(value.flat or ())]) if is_ordered else value
 
 
-def _sorted(tensors: Mapping[str, TensorType], model: Value) -> _SourceTensors:
-    """Sort tensors by their names. Raises TargetError for state of what is no weight.
+def _sorted(tensors: Mapping[str, TensorType], model: Value) -> _SortedTensors:
+    """Sort tensors by their names. Raises TargetError for state of a tensor that is no weight.
 
     Args:
         model: of the nest. None: all tensors are the model's.
     """
     has_model = type(model) is Dict
-    own_keys = {key for key, value in model.pairs() if type(value) is _NestTensor} if has_model else set()
-    found = _SourceTensors({}, {}, {}, [])
+    own_keys = {key for key, value in model.pairs() if type(value) is NestTensor} if has_model else set()
+    found = _SortedTensors({}, {}, {}, [])
     for name in tensors:
         if has_model and not name.startswith(MODEL):
             continue
@@ -177,14 +171,14 @@ def _not_held(expected: str, got: str) -> TargetError:
 
 
 def _weights(
-    found: _SourceTensors, places: Mapping[str, StackedPlace], tensors: Mapping[str, TensorType]
+    found: _SortedTensors, places: Mapping[str, StackedPlace], tensors: Mapping[str, TensorType]
 ) -> Iterator[Part]:
     for key, name in found.weights.items():
         yield from _chunks("", places[key], name, tensors[name].shape)
 
 
 def _state(
-    found: _SourceTensors, places: Mapping[str, StackedPlace], tensors: Mapping[str, TensorType]
+    found: _SortedTensors, places: Mapping[str, StackedPlace], tensors: Mapping[str, TensorType]
 ) -> Iterator[Part]:
     """Yield the chunks of the optimizer's state. A weight without a copy in float32 is its own.
 
@@ -217,18 +211,18 @@ def _chunks(prefix: str, own: StackedPlace, name: str, shape: tuple[int, ...], d
     whole, ends = (*own.counts, *shape), (0,) * len(rest)
     for place in product(*map(range, own.own_counts)):
         box = Box((*place, *ends), (*(number + 1 for number in place), *rest))
-        yield Part(Chunk(prefix + own.key, (*own.place, *place, *ends), whole).name, name, box, dtype)
+        yield Part(NamedChunk(prefix + own.key, (*own.place, *place, *ends), whole).name, name, box, dtype)
 
 
 def _extra_values(model: Dict, places: Iterable[StackedPlace]) -> dict[str, Value]:
     """Return what modules have besides tensors, by the keys of objects."""
     placed = [*places]
-    pairs = ((key, value) for key, value in model.pairs() if type(key) is str and type(value) is not _NestTensor)
+    pairs = ((key, value) for key, value in model.pairs() if type(key) is str and type(value) is not NestTensor)
     return {_shard(key, placed): _without_tensors(value) for key, value in pairs if _EXTRA in key}
 
 
 def _extra_tensors(
-    found: _SourceTensors, places: Iterable[StackedPlace], tensors: Mapping[str, TensorType]
+    found: _SortedTensors, places: Iterable[StackedPlace], tensors: Mapping[str, TensorType]
 ) -> Iterator[tuple[str, str]]:
     """Yield what modules have besides tensors where it is one itself: the keys of objects, and names."""
     placed = [*places]
@@ -269,15 +263,15 @@ def _without_tensors(value: Value) -> Value:
     """Return a value without the tensors in it, which are left out by their names."""
     kind = type(value)
     if kind is Dict:
-        kept = ((key, own) for key, own in value.pairs() if type(own) is not _NestTensor)
+        kept = ((key, own) for key, own in value.pairs() if type(own) is not NestTensor)
         return Dict([part for key, own in kept for part in (key, _without_tensors(own))])
     if kind is list or kind is tuple:
-        return kind(_without_tensors(own) for own in value if type(own) is not _NestTensor)
+        return kind(_without_tensors(own) for own in value if type(own) is not NestTensor)
     return value
 
 
 def _filled(parts: Iterable[Part], tensors: Mapping[str, TensorType], most_bytes: int) -> list[list[Part]]:
-    """Return parts by files, none of which is larger than said unless by a single part."""
+    """Return parts by files; no file is larger than said, unless by a single part."""
     files: list[list[Part]] = [[]]
     size_bytes = 0
     for part in parts:
@@ -297,6 +291,6 @@ def _dict(values: Mapping[str, Value]) -> Dict:
 def _text(root: Dict) -> str:
     """Return a tree as the text of a nest. Raises TargetError if it is too large."""
     try:
-        return flatten_tree.flatten(root, lambda value: type(value) is _NestTensor).strings[NEST]
+        return flatten_tree.flatten(root, lambda value: type(value) is NestTensor).strings[NEST]
     except NestError as error:
         raise _not_held("settings besides tensors of moderate size", error.problem) from None

@@ -36,7 +36,7 @@ class StackedPlace(NamedTuple):
     own_counts: tuple[int, ...]
 
 
-class _Numbered(NamedTuple):
+class _NumberedKey(NamedTuple):
     """A key without numbers, and these: of the layer and of the expert, None where it has none."""
 
     key: str
@@ -82,21 +82,21 @@ def unnumbered(key: str, places: Iterable[StackedPlace]) -> tuple[str, tuple[int
     return None if counts is None else (own.key, (own.layer,), counts)
 
 
-def _own_axes(key: str, own: _Numbered) -> int:
-    """Return how many of a weight's own first dimensions are layers and experts: those that have no number."""
+def _own_axes(key: str, own: _NumberedKey) -> int:
+    """Return how many of a weight's own first dimensions are layers and experts that have no number in its name."""
     return (own.layer is None and _STACKED_LAYERS.match(key) is not None) + (own.expert is None and _EXPERTS in key)
 
 
-def _numbered(key: str) -> _Numbered:
+def _numbered(key: str) -> _NumberedKey:
     layers, layer, part, expert = "", None, key, None
     if match := _LAYER.fullmatch(key):
         layers, layer, part = match["before"], int(match["number"]), match["part"]
     if match := _EXPERT.fullmatch(part) or _GROUPED.fullmatch(part):
         part, expert = f"{match['before']}experts.experts.{match['part']}", int(match["number"])
-    return _Numbered(f"{layers}{part}", layers, layer, expert)
+    return _NumberedKey(f"{layers}{part}", layers, layer, expert)
 
 
-def _unlike(numbered: Mapping[str, _Numbered], weights: Mapping[str, TensorType]) -> Iterator[str]:
+def _unlike(numbered: Mapping[str, _NumberedKey], weights: Mapping[str, TensorType]) -> Iterator[str]:
     """Yield what keys of layers begin with that are not alike: one has other weights than another."""
     of_layers: dict[str, dict[int, dict[tuple[str, int | None], TensorType]]] = {}
     for key, own in numbered.items():

@@ -132,7 +132,7 @@ def index_files(files: Sequence[Manifest]) -> Mapping[str, bytes]:
 
 
 def _values(first: Manifest) -> Dict:
-    """Return what the first file says of the checkpoint. Raises ShardError if it does not."""
+    """Return the values that the first file says of the checkpoint. Raises ShardError if it says none."""
     try:
         root = rebuild_tree.rebuild({}, {NEST: first.strings.get(COMMON, "")})
     except NestError as error:

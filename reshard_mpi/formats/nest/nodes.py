@@ -93,6 +93,13 @@ def parts(value: Value) -> Iterable[Value]:
     return ()
 
 
+class NestTensor(NamedTuple):
+    """A tensor in the nest. dtype: the name of the type that it is converted to; empty: it keeps its own."""
+
+    name: str
+    dtype: str = ""
+
+
 class Unreadable(NamedTuple):
     """A tensor that cannot be one of a shard: why, in words. is_empty: nothing is lost with it."""
 
