@@ -120,11 +120,14 @@ def plain_spec(dtype: DType) -> ShardSpec:
 
 
 def packed_spec(format_name: str, dtype: DType) -> ShardSpec:
-    """Return the last of the files of a whole training that has a tensor of a type beside its model."""
+    """Return the last of the files of a whole training that has a tensor of a type.
+
+    DeepSpeed keeps it beside the model, which is of one type; Megatron keeps there no tensors.
+    """
     module = formats.packing_by_name(format_name)
     assert module is not None
     weights = dict.fromkeys(("model.w", "optimizer.state.w.exp_avg"), TensorType(BY_NAME["float32"], (2,)))
-    kinds = {**weights, "t": TensorType(dtype, (2,))}
+    kinds = {**weights, "t" if format_name == "deepspeed" else "model.t": TensorType(dtype, (2,))}
     groups = '[{"dict":[["lr",0.5],["params",["w"]]]}]'
     state = '{"dict":[["w",{"dict":[]}]]}'
     nest = (
