@@ -166,7 +166,7 @@ GIVEN = (
 )
 
 
-MAPPED = ("--map", "--config", "--like", "--forward", "--reverse", "--dtype", "--include", "--exclude")
+MAPPED = ("--map", "--config", "--axis", "--like", "--forward", "--reverse", "--dtype", "--include", "--exclude")
 
 
 @pytest.mark.parametrize("direction", ["--forward", "--reverse"])
@@ -181,9 +181,11 @@ def test_what_becomes_of_tensors_is_passed_on(c: Conversion, tmp_path: Path, dir
     assert options == options_of(c.arguments("transform", *given, "--resume", "--part", "0/2"))
 
 
-def test_the_checkpoint_that_the_target_is_to_be_like_is_passed_on(tmp_path: Path) -> None:
-    asked = Request("src", "dst", map=(f"{tmp_path}/map.toml",), like="like it")
-    assert f"--like='{Path('like it').absolute()}'" in batch_script(asked, Plan((), "a source"), 2)
+def test_the_checkpoint_that_the_target_is_to_be_like_and_lengths_of_axes_are_passed_on(tmp_path: Path) -> None:
+    asked = Request("src", "dst", map=(f"{tmp_path}/map.toml",), like="like it", axis=("m=4", "n=2"))
+    script = batch_script(asked, Plan((), "a source"), 2)
+    assert f"--like='{Path('like it').absolute()}'" in script
+    assert "--axis=m=4" in script and "--axis=n=2" in script
 
 
 @pytest.mark.parametrize("given", GIVEN)

@@ -271,10 +271,10 @@ def test_tied_heads_that_differ_are_refused(tmp_path: Path) -> None:
         through(megatron(model), like=llama(is_tied=True))
 
 
-def test_megatron_needs_the_configuration_and_the_padding(tmp_path: Path) -> None:
+def test_megatron_needs_the_configuration(tmp_path: Path) -> None:
     through, model = Through("hf-llama-megatron", tmp_path), llama()
-    with pytest.raises(MapError, match="'m' is"):
-        through(model)
+    assert_same(through(model), megatron(model, multiple=1))
+    assert_same(through(model, axis={"m": 8}), megatron(model))
     with pytest.raises(MapError, match=r"--config FILE\.json"):
         through(model, like=megatron(model), config=False)
 
