@@ -119,12 +119,13 @@ def values_of_modules(
 
 
 def values_renamed(
-    values: Iterable[tuple[str, Any, list[Any]]], names: Sequence[tuple[str, str]]
+    values: Sequence[tuple[str, Any, list[Any]]], names: Sequence[tuple[str, str]]
 ) -> tuple[dict[str, str], list[str]]:
     """Return new names of what modules keep besides tensors, by name, and the names of that which does not follow them.
 
     It follows the tensors in it, or else those of its module, if all go to one module, and those of no other do. A
-    module without tensors goes where the module around it goes.
+    module without tensors goes where the module around it goes. `None`, as Megatron-Core keeps beside many modules, is
+    nothing that could be lost.
 
     Args:
         values: as of `values_of_modules`.
@@ -136,12 +137,13 @@ def values_renamed(
         begins = _new_modules(f"{module}{dot}", names, names_below(names, f"{name}."))
         new_names_by_name[name] = [f"{begin}{key}" for begin in begins]
     counts = Counter(new for new_names in new_names_by_name.values() for new in new_names)
-    follow = {name: new for name, (new, *others) in new_names_by_name.items() if not others and counts[new] == 1}
-    return follow, [name for name in new_names_by_name if name not in follow]
+    of_one = ((name, new_names[0]) for name, new_names in new_names_by_name.items() if len(new_names) == 1)
+    follow = {name: new for name, new in of_one if counts[new] == 1}
+    return follow, [name for name, _, entry in values if name not in follow and entry[1:] != [None]]
 
 
 def _new_modules(module: str, names: Sequence[tuple[str, str]], own: Sequence[tuple[str, str]] = ()) -> set[str]:
-    """Return the modules that the tensors of a module go to, each as what names in it begin with.
+    """Return the modules that the tensors of a module go to, each as what names in it begin with; none if none tells.
 
     Args:
         names: as of `new_names_of`; own: those of them that are asked first.
@@ -175,7 +177,7 @@ def _rename_modules(root: Any, names: Sequence[tuple[str, str]]) -> None:
     for path, table in tables.items() if any(source != new for source, new in names) else ():
         for key, *value in table["dict"]:
             module = f"{path}{key}." if key else path
-            new, *others = _new_modules(module, names)
+            new, *others = _new_modules(module, names) or (module,)
             home = max((other for other in tables if new.startswith(other)), key=len, default=None)
             is_kept = bool(others) or home is None or new == module
             if is_kept or not key:  # the whole model has one in any case

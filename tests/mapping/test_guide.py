@@ -72,7 +72,10 @@ def test_the_program_shows_the_guide_and_its_maps(tmp_path: Path) -> None:
     assert shown.code == 0 and shown.out.startswith("# Maps")
     for name, description in described_maps().items():
         assert description and f"{name} " in shown.out and description in shown.out
-        printed, (rules, _) = parse_rules(run_here("help", name).out, name, CONFIG_OF_ALL), read_rules(name, str(config))
+        printed, (rules, _) = (
+            parse_rules(run_here("help", name).out, name, CONFIG_OF_ALL),
+            read_rules(name, str(config)),
+        )
         assert [rule.equation.text for rule in printed.equations] == [rule.equation.text for rule in rules.equations]
         assert printed.axes == rules.axes
         assert run_here("help", name).out.startswith(shipped_maps()[name].read_text().partition("\n")[0])

@@ -218,18 +218,15 @@ def test_a_configuration_that_contradicts_the_strategy(
     has_parts_for_ranks = name.endswith("-tp")
     is_right = ranks == 1 or (tensor_parallel == ranks if has_parts_for_ranks else tensor_parallel == 1)
 
-    hugging_face, like = tmp_path / "llama.safetensors", {}
-    if not has_parts_for_ranks:  # padding is told by another file
-        write_shard(megatron(llama(), is_tied=False), tmp_path / "like.safetensors")
-        like = {"like": tmp_path / "like.safetensors"}
+    hugging_face = tmp_path / "llama.safetensors"
 
     def target() -> dict[str, Array | str]:
-        return reshard_mpi.load_rank(0, hugging_face, None, tmp_path / "ranks.toml", **through, **like)
+        return reshard_mpi.load_rank(0, hugging_face, None, tmp_path / "ranks.toml", **through)
 
     def source() -> dict[str, Array | str]:
         return reshard_mpi.load_rank(0, tmp_path / "shards", tmp_path / "ranks.toml", **through)
 
-    write_shard(reshard_mpi.load_rank(0, hugging_face, **through, **like), tmp_path / "megatron.safetensors")
+    write_shard(reshard_mpi.load_rank(0, hugging_face, **through), tmp_path / "megatron.safetensors")
     reshard_mpi.transform(
         tmp_path / "megatron.safetensors", tmp_path / "shards", None, tmp_path / "ranks.toml", to="safetensors"
     )
