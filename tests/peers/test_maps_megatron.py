@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
+import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -192,25 +194,113 @@ def transformed(source: Path, target: Path, own: Family, name: str, **options: A
     return target
 
 
+def logits_of(own: Family, folder: Path) -> Any:
+    """Return what transformers computes with the weights in a folder, which must be all of the model."""
+    own.config.save_pretrained(folder)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    )
+    assert not any(info.values()), info
+    with torch.no_grad():
+        return model.eval()(torch.tensor(TOKENS)).logits
+
+
+def assert_close(logits: Any, theirs: Path, ranks: int) -> None:
+    parts = [torch.load(theirs / f"rank_{rank}" / "logits.pt") for rank in range(ranks)]
+    expected = torch.cat(parts, -1)[..., :VOCABULARY]
+    assert expected.abs().max() > 0.1 and torch.allclose(logits, expected, rtol=0, atol=3e-6)
+
+
+@pytest.mark.megatron
 @needs_megatron
 @pytest.mark.parametrize("name", families())
 def test_logits_are_the_same(tmp_path: Path, made: Callable[[str], Path], name: str) -> None:
     own, theirs = families()[name], made(name)
     dist = own.map if own.is_uneven else f"{own.map}-dist"
-    whole = transformed(theirs / "dist", tmp_path / "dist", own, dist, to="hf", source_format="megatron")
+    whole = transformed(theirs / "dist", tmp_path / "whole", own, dist, to="hf", source_format="megatron")
     ranks = transformed(theirs / "rank_0" / "model.pt", tmp_path / "rank", own, own.map, to="hf")
     assert_same(weights(ranks), weights(whole))
-
-    own.config.save_pretrained(whole)
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        whole, output_loading_info=True, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    )
-    assert not any(info.values()), info
-    with torch.no_grad():
-        logits = model.eval()(torch.tensor(TOKENS)).logits
-    expected = torch.load(theirs / "logits.pt")
-    assert expected.abs().max() > 0.1 and torch.allclose(logits, expected, rtol=0, atol=3e-6)
+    assert_close(logits_of(own, whole), theirs, 1)
 
     options = {"to": "torch", "axis": {"m": PADDED}}
     again = transformed(whole, tmp_path / "again", own, own.map, **options, like=theirs / "rank_0" / "model.pt")
     assert_same(torch.load(next(again.glob("*/*.pt"))), torch.load(theirs / "rank_0" / "model.pt"))
+    reshard_mpi.transform(theirs / "dist", tmp_path / "keys", to="safetensors", source_format="dcp")
+    again = transformed(whole, tmp_path / "dist", own, dist, to="safetensors", like=tmp_path / "keys")
+    assert_same(weights(again / "rank_0"), weights(tmp_path / "keys" / "rank_0"))
+
+
+@pytest.mark.megatron
+@needs_megatron
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_logits_of_two_ranks_are_the_same(tmp_path: Path, made: Callable[..., Path], name: str) -> None:
+    """Halves of each rank's gated matrix, and groups of queries, keys and values, lie as the map for ranks has them."""
+    own, theirs = families()[name], made(name, 2)
+    rules = [(["*norm*"], ""), (["*linear_proj.weight", "*linear_fc2*"], 'split = { 1 = ["tensor"] }')]
+    text = "mesh = { tensor = 2 }\n"
+    for patterns, split in (*rules, (["*"], 'split = { 0 = ["tensor"] }')):
+        text += "".join(f'[[parameter]]\nmatch = "{pattern}"\n{split}\n' for pattern in patterns)
+    (tmp_path / "two.toml").write_text(text)
+    for rank in range(2):
+        (tmp_path / "ranks" / f"rank_{rank}").mkdir(parents=True)
+        shutil.copy(theirs / f"rank_{rank}" / "model.pt", tmp_path / "ranks" / f"rank_{rank}")
+    own.config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": PADDED // 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    through = {"map": f"{own.map}-tp", "config": tmp_path / "config.json"}
+    reshard_mpi.transform(tmp_path / "ranks", tmp_path / "whole", tmp_path / "two.toml", to="hf", **through)
+    assert_close(logits_of(own, tmp_path / "whole"), theirs, 2)
+    like = {"like": tmp_path / "like.safetensors"}  # names of Megatron-Core's own layers
+    shapes = reshard_mpi.load_rank(0, tmp_path / "ranks", tmp_path / "two.toml")
+    safetensors.save_file({key: torch.from_numpy(value) for key, value in shapes.items()}, like["like"])
+    target = tmp_path / "again"
+    reshard_mpi.transform(tmp_path / "whole", target, None, tmp_path / "two.toml", to="torch", **through, **like)
+    for rank in range(2):
+        again = torch.load(next((target / f"rank_{rank}").glob("*.pt")))
+        assert_same(again, torch.load(theirs / f"rank_{rank}" / "model.pt"))
+
+
+def random_config(own: Family, seed: int) -> Any:
+    """Return the configuration of a tiny model of a family with random sizes."""
+    draw = random.Random(seed)
+    groups, of_group, head = draw.randint(1, 3), draw.randint(1, 3), 2 * draw.randint(1, 4)
+    sizes = {"vocab_size": draw.randint(5, 90), "num_hidden_layers": draw.randint(1, 4)}
+    sizes |= {"num_key_value_heads": groups, "num_attention_heads": groups * of_group}
+    sizes |= {"hidden_size": groups * of_group * head, "intermediate_size": 2 * draw.randint(2, 20), "head_dim": head}
+    values = {**own.config.to_dict(), **sizes, "tie_word_embeddings": draw.random() < 0.3}
+    if "q_lora_rank" in values:
+        values |= {"num_key_value_heads": groups * of_group, "q_lora_rank": draw.choice([None, 6])}
+        values.pop("head_dim")
+    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
+        if key in values and own.map != "hf-llama-megatron":
+            values[key] = 2 * draw.randint(2, 6)
+    for key in ("layer_types", "model_type", "transformers_version"):
+        values.pop(key, None)
+    return type(own.config)(**values)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", families())
+def test_all_that_transformers_saves_comes_back(tmp_path: Path, name: str, seed: int) -> None:
+    """No name of a random tiny model is left over on either side, and transformers loads what comes back."""
+    own = families()[name]
+    own = own._replace(config=random_config(own, seed))
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(own.config).eval()
+    with torch.no_grad():
+        for parameter in model.state_dict().values():
+            parameter.copy_(torch.randn(parameter.shape))
+    model.save_pretrained(tmp_path / "ours")
+    again = tmp_path
+    for layout in [own.map, *([] if own.is_uneven else [f"{own.map}-dist"])]:
+        theirs = tmp_path / layout / "theirs"
+        transformed(tmp_path / "ours", theirs, own, layout, to="safetensors", axis={"m": 16})
+        names = [*weights(theirs / "rank_0")]
+        assert all(each.startswith(("embedding.", "decoder.", "output_layer.")) for each in names)
+        again = transformed(theirs, tmp_path / layout / "again", own, layout, to="hf")
+        assert_same(weights(again), weights(tmp_path / "ours"))
+    own.config.save_pretrained(again)
+    loaded, info = type(model).from_pretrained(again, output_loading_info=True, local_files_only=True)
+    assert not any(info.values()), info
+    assert_same(loaded.state_dict(), model.state_dict())

@@ -4,8 +4,8 @@
 
 What takes the place of CUDA is below; layers are Megatron-Core's own (no Transformer Engine). CASE.json has
 `vocabulary` (and `padded`, to which it is), `tied`, `tokens`, `config` for `TransformerConfig`, and `layers` for its
-layer specification. FOLDER gets `rank_N/model.pt`; of a single rank
-`dist/` (torch_dist) and `logits.pt` as well.
+layer specification, or `by_layer` where layers are not alike. FOLDER gets `rank_N/model.pt` and `rank_N/logits.pt`, of
+its part of the vocabulary; of a single rank `dist` (torch_dist) as well.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +110,14 @@ def made(case: dict[str, Any], ranks: int) -> Any:
         position_embedding_type="rope",
         share_embeddings_and_output_weights=case["tied"],
     ).eval()
-    generator = torch.Generator().manual_seed(7)
+    rank = parallel_state.get_tensor_model_parallel_rank()
     with torch.no_grad():
         for name, value in model.state_dict(keep_vars=True).items():
             if isinstance(value, torch.Tensor) and value.dtype.is_floating_point:
-                around = 1.0 if "norm" in name else 0.0
+                seed = zlib.crc32(name.encode()) + rank * getattr(value, "tensor_model_parallel", False)
+                generator, around = torch.Generator().manual_seed(seed), 1.0 if "norm" in name else 0.0
                 value.copy_(around + 0.1 * torch.randn(value.shape, generator=generator))
-        first = parallel_state.get_tensor_model_parallel_rank() * case["padded"] // ranks
+        first = rank * case["padded"] // ranks
         for name, value in model.named_parameters():
             if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
                 value[max(0, case["vocabulary"] - first) :] = 0
@@ -140,17 +142,16 @@ def main() -> None:
     own.mkdir(parents=True)
     tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     torch.save(tensors, own / "model.pt")
-    if ranks > 1:
-        return
-    (folder / "dist").mkdir()
-    common = {"args": argparse.Namespace(num_layers=case["config"]["num_layers"]), "iteration": 3}
-    dist_checkpointing.save({**common, "model": sharded(model)}, str(folder / "dist"))
+    if ranks == 1:
+        (folder / "dist").mkdir()
+        common = {"args": argparse.Namespace(num_layers=case["config"]["num_layers"]), "iteration": 3}
+        dist_checkpointing.save({**common, "model": sharded(model)}, str(folder / "dist"))
     tokens = torch.tensor(case["tokens"])
     count = tokens.shape[1]
     mask = torch.tril(torch.ones(1, 1, count, count)) < 0.5
     with torch.no_grad():
         logits = model(tokens, torch.arange(count)[None], mask)
-    torch.save(logits[..., : case["vocabulary"]].clone(), folder / "logits.pt")
+    torch.save(logits, own / "logits.pt")
 
 
 if __name__ == "__main__":
