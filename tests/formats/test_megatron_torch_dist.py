@@ -46,6 +46,12 @@ def forms() -> list[tuple[str, Training, Form]]:
         *((f"experts, {state}", of_experts, replace(cut, state=state, expert=2)) for state in FORMS),
         ("experts cut otherwise", of_experts, Form(tensor=2, expert=2, expert_tensor=1)),
         ("numbered experts", gpt(2, experts=4, is_numbered=True), replace(cut, expert=2)),
+        ("each a tensor of its own", gpt(4, is_apart=True), cut),
+        *(
+            (f"experts apart, {state}", gpt(2, experts=4, is_apart=True), replace(cut, state=state, expert=2))
+            for state in FORMS
+        ),
+        ("experts whole on all ranks", of_experts, Form(tensor=2, expert_tensor=1)),
         ("float32 router", gpt(2, experts=2, of_float32=frozenset({"mlp.router.weight"})), cut),
         ("chunks of two types", gpt(4, of_float32=frozenset({"mlp.linear_fc2.weight"})), replace(cut, chunks=2)),
         ("release 0.15", plain, replace(cut, has_file=True, is_own_class=True, has_plans=True)),
@@ -75,6 +81,7 @@ def laid(draw: st.DrawFn) -> tuple[Training, Form]:
         dtype=draw(st.sampled_from(("bfloat16", "float16", "float32"))),
         is_tied=draw(st.booleans()),
         is_numbered=draw(st.booleans()),
+        is_apart=draw(st.booleans()),
         seed=draw(st.integers(0, 1 << 20)),
     )
     form = Form(

@@ -91,6 +91,7 @@ class Training:
     Attributes:
         before, layer, behind: parameters in the order in which the model is built.
         is_numbered: layers have their numbers in keys, and no dimension.
+        is_apart: experts as well, and halves of gated matrices are tensors of their own (singleton_local_shards).
         of_float32: names of parts that are float32 in a model of another type.
         arrays: by key and kind, the whole tensors in float32.
     """
@@ -103,33 +104,45 @@ class Training:
     dtype: str = "bfloat16"
     is_tied: bool = False
     is_numbered: bool = False
+    is_apart: bool = False
     of_float32: frozenset[str] = frozenset()
     arrays: Mapping[str, Mapping[str, Array]] = field(default_factory=dict)
 
     def type_of(self, part: Part) -> str:
         return "float32" if part.name in self.of_float32 else self.dtype
 
-    def key(self, part: Part, layer: int | None) -> str:
-        if layer is None:
-            return part.name
-        return f"decoder.layers.{layer}.{part.name}" if self.is_numbered else f"decoder.layers.{part.name}"
+    def tensors(self, part: Part, layer: int | None, expert: int) -> list[tuple[str, Part]]:
+        """Return the whole tensors in which a parameter lies, by their keys."""
+        key = part.name
+        if part.is_expert and self.is_apart:
+            key = key.replace("experts.experts.", f"experts.experts.{expert}.")
+        if layer is not None:
+            key = f"decoder.layers.{f'{layer}.' * self.has_numbers}{key}"
+        if not self.is_apart or part.halves == 1:
+            return [(key, part)]
+        half = part._replace(shape=(part.shape[0] // 2, *part.shape[1:]), halves=1)
+        return [(key + "_w", half), (key + "_v", half)]
+
+    @property
+    def has_numbers(self) -> bool:
+        return self.is_numbered or self.is_apart
 
     def lead(self, part: Part, layer: int | None, expert: int) -> tuple[int, ...]:
         """Return the place of a parameter in the first dimensions of its whole tensor."""
-        of_layer = () if layer is None or self.is_numbered else (layer,)
-        return (*of_layer, *((expert,) if part.is_expert else ()))
-
-    def whole_shape(self, part: Part, layer: int | None) -> tuple[int, ...]:
-        of_layer = () if layer is None or self.is_numbered else (self.layers,)
-        return (*of_layer, *((self.experts,) if part.is_expert else ()), *part.shape)
+        of_layer = () if layer is None or self.has_numbers else (layer,)
+        return (*of_layer, *((expert,) if part.is_expert and not self.is_apart else ()))
 
     def wholes(self) -> Iterator[tuple[str, Part, tuple[int, ...]]]:
         """Yield each whole tensor with its shape."""
         for part in (*self.before, *self.behind):
-            yield self.key(part, None), part, self.whole_shape(part, None)
+            yield part.name, part, part.shape
         for part in self.layer:
-            for layer in range(self.layers if self.is_numbered else 1):
-                yield self.key(part, layer), part, self.whole_shape(part, layer)
+            of_layers = () if self.has_numbers else (self.layers,)
+            of_experts = (self.experts,) if part.is_expert and not self.is_apart else ()
+            for layer in range(self.layers if self.has_numbers else 1):
+                for expert in range(self.experts if part.is_expert and self.is_apart else 1):
+                    for key, own in self.tensors(part, layer, expert):
+                        yield key, own, (*of_layers, *of_experts, *own.shape)
 
     def filled(self, seed: int) -> Training:
         """Return the training with other elements."""
@@ -231,11 +244,10 @@ class Contents(NamedTuple):
 
 
 class _Local(NamedTuple):
-    """A parameter of one rank: its key, and the boxes of its slices in the whole tensor."""
+    """A parameter of one rank: the keys of whole tensors, with the boxes of its slices there."""
 
-    key: str
     dtype: str
-    boxes: Sequence[Box]
+    slices: Sequence[tuple[str, Box]]
     is_shared: bool
 
 
@@ -263,9 +275,9 @@ def slices(part: Part, lead: tuple[int, ...], rank: int, parts: int) -> list[Box
     return boxes
 
 
-def taken(array: Array, boxes: Sequence[Box]) -> Array:
-    """Return elements of boxes one behind the other."""
-    return np.concatenate([array[tuple(map(slice, box.start, box.stop))].reshape(-1) for box in boxes])
+def taken(array: Array, box: Box) -> Array:
+    """Return the elements of a box in a row."""
+    return array[tuple(map(slice, box.start, box.stop))].reshape(-1)
 
 
 def built(
@@ -295,13 +307,18 @@ def built(
     if is_last and training.is_tied and form.stages > 1:
         named.append((training.before[0], None, 0))
     has_own = form.expert > 1
+
+    def parts(part: Part) -> int:
+        return form.expert_parts if part.is_expert else form.tensor
+
     return [
         _Local(
-            training.key(part, layer),
             training.type_of(part),
-            slices(
-                part, training.lead(part, layer, expert), rank, form.expert_parts if part.is_expert else form.tensor
-            ),
+            [
+                (key, box)
+                for key, own in training.tensors(part, layer, expert)
+                for box in slices(own, training.lead(part, layer, expert), rank % parts(part), parts(part))
+            ],
             training.is_tied and form.stages > 1 and part is training.before[0],
         )
         for part, layer, expert in named
@@ -325,7 +342,7 @@ def buckets(parameters: Sequence[_Local], size: int) -> list[_Bucket]:
             made.append(_Bucket(places, start))
             places, start = [], 0
         places.append((start, parameter))
-        end = start + sum(box.size for box in parameter.boxes)
+        end = start + sum(box.size for _, box in parameter.slices)
         if parameter.is_shared or (size and end >= size):
             made.append(_Bucket(places, end))
             places, end = [], 0
@@ -481,7 +498,7 @@ def _add_flattened(
     row = math.prod(shape)
     pieces = []
     for box, cell in grid:
-        elements = taken(whole, [box])
+        elements = taken(whole, box)
         cuts = sorted({0, row, *(draw.randrange(row) for _ in range(form.data - 1))})
         for low, high in itertools.pairwise(cuts):
             sample = SampleTensor(
@@ -539,7 +556,7 @@ def _vector(
     vector = np.array([draw.random() for _ in range(bucket.elements)], dtype=np.float32)
     edges = {0, bucket.elements}
     for start, parameter in bucket.places:
-        elements = taken(stated.arrays[parameter.key][kind], parameter.boxes)
+        elements = np.concatenate([taken(stated.arrays[key][kind], box) for key, box in parameter.slices])
         vector[start : start + len(elements)] = elements
         edges |= {start, start + len(elements)}
     multiple = math.lcm(form.data, 128)

@@ -23,6 +23,7 @@ from reshard_mpi.formats.megatron.parameter_order import (
     ModelPlace,
     Parameter,
     PlacedParameter,
+    TensorSlice,
     placed,
 )
 from reshard_mpi.formats.megatron.training_tree import FP32
@@ -110,7 +111,11 @@ def of_buckets(
         has_experts = parallel.is_of_experts(chain)
         wanted = {key: own for key, own in cells.items() if has_experts in (None, is_expert(key))}
         for stages, part, parts, experts in parallel.families(chain):
-            own = [*_parameters(wanted, weights, part, parts, experts, folder)]
+            own: list[Parameter] = []
+            for are_experts in (False, True):
+                keys = {key: of_key for key, of_key in wanted.items() if is_expert(key) == are_experts}
+                cut = parts if not are_experts else parallel.expert_parts
+                own += _parameters(keys, weights, part % cut, cut, experts, folder)
             found += placed([of_chain[stage] for stage in stages], own, reader)
     return _state_of(found, weights, folder)
 
@@ -231,7 +236,11 @@ _Family = tuple[list[int], int, int, range | None]
 
 
 class _ParallelSizes:
-    """Over how many ranks the training was cut in each way."""
+    """Over how many ranks the training was cut in each way.
+
+    Attributes:
+        expert_parts: over how many ranks each expert is cut.
+    """
 
     def __init__(
         self,
@@ -256,7 +265,7 @@ class _ParallelSizes:
                 remedy="copy or restore all files of one save",
             )
         self._stages = stages
-        self._expert_tensor = _count(args.get("expert_tensor_parallel_size"))
+        self.expert_parts = _count(args.get("expert_tensor_parallel_size")) or self._expert_parts()
 
     def is_of_experts(self, chain: int) -> bool | None:
         """Tell whether a chained optimizer has the experts; None: it is the only one, and has all parameters."""
@@ -274,7 +283,7 @@ class _ParallelSizes:
                 yield [part + self._tensor * stage for stage in range(self._stages)], part, self._tensor, None
             return
         experts = self._experts()
-        parts = self._expert_tensor or self._expert_parts()
+        parts = self.expert_parts
         shares = count // (parts * self._stages)
         if parts * shares * self._stages != count or not shares or experts % shares:
             raise ShardError(
@@ -329,6 +338,10 @@ def _cells(key: str, tensor: TensorPieces) -> _Cells:
     return cells
 
 
+# Both halves of a gated matrix where they are tensors of their own (`singleton_local_shards`).
+_GATE, _UP = "_w", "_v"
+
+
 def _parameters(
     cells: Mapping[str, _Cells],
     weights: Mapping[str, Value],
@@ -339,23 +352,36 @@ def _parameters(
 ) -> Iterator[Parameter]:
     """Yield the parameters of a tensor-parallel rank: gated ones have two slices, one of each half."""
     for key, of_key in cells.items():
+        stem, half = key[: -len(_GATE)], key[-len(_GATE) :]
+        if half == _UP and stem + _GATE in cells:
+            continue
+        keys = (key, stem + _UP) if half == _GATE and stem + _UP in cells else (key,)
         named = place_of(key)
-        for (layer, expert), pieces in of_key.items():
+        for layer, expert in of_key:
             if experts is not None and expert not in experts:
                 continue
-            if len(pieces) == 1:
-                own = pieces
-            elif len(pieces) in (parts, 2 * parts):
-                own = pieces[part::parts]
-            else:
-                raise ShardError(
-                    f"how {key!r} of a Megatron checkpoint is cut is not known",
-                    expected=f"1, {parts} or {2 * parts} parts, with {parts} tensor-parallel ranks",
-                    got=f"{len(pieces)}",
-                    where=folder,
-                )
-            place = ModelPlace(named.section, layer, named.part, expert)
-            yield Parameter(key, place, weights[key].dtype, tuple(own))
+            own = [
+                TensorSlice(name, *piece)
+                for name in keys
+                for piece in _slices(name, cells[name].get((layer, expert), []), part, parts, folder)
+            ]
+            yield Parameter(ModelPlace(named.section, layer, named.part, expert), weights[key].dtype, tuple(own))
+
+
+def _slices(
+    key: str, pieces: Sequence[tuple[Box, ByteRanges]], part: int, parts: int, folder: str
+) -> Sequence[tuple[Box, ByteRanges]]:
+    """Return the pieces of a tensor that a tensor-parallel rank has. Raises ShardError if they cannot be told."""
+    if len(pieces) == 1:
+        return pieces
+    if len(pieces) in (parts, 2 * parts):
+        return pieces[part::parts]
+    raise ShardError(
+        f"how {key!r} of a Megatron checkpoint is cut is not known",
+        expected=f"1, {parts} or {2 * parts} parts, with {parts} tensor-parallel ranks",
+        got=f"{len(pieces)}",
+        where=folder,
+    )
 
 
 def _state_of(
@@ -365,8 +391,8 @@ def _state_of(
     pieces: dict[str, dict[str, list[tuple[Box, Location]]]] = {}
     dtypes = {}
     for parameter, bucket, start in found:
-        own = pieces.setdefault(parameter.key, {})
-        for box, _ in parameter.slices:
+        for key, box, _ in parameter.slices:
+            own = pieces.setdefault(key, {})
             for kind, vectors in bucket.vectors.items():
                 name = FP32 if kind == MAIN else kind
                 dtypes[name] = vectors[0][1].dtype

@@ -45,7 +45,7 @@ def place_of(key: str) -> NamedPlace:
     expert = None
     if found := _EXPERT.fullmatch(part):
         part, expert = f"{found['before']}*{found['after']}", int(found["number"])
-    return NamedPlace(section, layer, expert, part, stacked_layers, _EXPERTS in key)
+    return NamedPlace(section, layer, expert, part, stacked_layers, _EXPERTS in key and expert is None)
 
 
 def is_expert(key: str) -> bool:

@@ -47,27 +47,30 @@ class ModelPlace(NamedTuple):
     expert: int
 
 
-class Parameter(NamedTuple):
-    """A parameter of one model-parallel rank: slices of a whole tensor, one behind the other.
-
-    Attributes:
-        key: the name of the whole tensor.
-        slices: for each slice its box in the whole tensor, and where its weights are.
-    """
+class TensorSlice(NamedTuple):
+    """A part of a whole tensor that a rank has: the name of the tensor, the box, and where its weights are."""
 
     key: str
+    box: Box
+    weights: ByteRanges
+
+
+class Parameter(NamedTuple):
+    """A parameter of one model-parallel rank: slices of whole tensors, one behind the other."""
+
     place: ModelPlace
     dtype: DType
-    slices: tuple[tuple[Box, ByteRanges], ...]
+    slices: tuple[TensorSlice, ...]
 
     @property
     def elements(self) -> int:
-        return sum(box.size for box, _ in self.slices)
+        return sum(own.box.size for own in self.slices)
 
     @property
     def title(self) -> str:
         """What errors call it."""
-        return f"{self.key!r} of layer {self.place.layer}" if self.place.part != self.key else repr(self.key)
+        key = self.slices[0].key
+        return f"{key!r} of layer {self.place.layer}" if self.place.part != key else repr(key)
 
 
 class Bucket(NamedTuple):
@@ -204,7 +207,7 @@ def placed(
     """
     alike: dict[_Likeness, list[Parameter]] = {}
     for parameter in parameters:
-        weights = ByteRanges(tuple(part for _, place in parameter.slices for part in place.ranges))
+        weights = ByteRanges(tuple(part for own in parameter.slices for part in own.weights.ranges))
         sample = reader.sample(weights, parameter.elements, parameter.dtype.itemsize_bytes)
         alike.setdefault((parameter.dtype, parameter.elements, sample), []).append(parameter)
     slots: dict[_Likeness, list[_Slot]] = {}
