@@ -8,6 +8,7 @@ writer began: one that the user has given up with `--overwrite`, whose record is
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import shlex
@@ -17,10 +18,11 @@ from pathlib import Path
 
 from reshard_mpi import formats
 from reshard_mpi.errors import TargetError
-from reshard_mpi.filesystem.folders import Folder, close
+from reshard_mpi.filesystem.folders import Folder, close, closing, open_lock, try_lock
 from reshard_mpi.filesystem.paths import described
 from reshard_mpi.filesystem.source_files import is_taken
 from reshard_mpi.formats.structure import is_file_name
+from reshard_mpi.journal.publication import remove_stale
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, lock_name, record_path, recorded_ranks
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times
 from reshard_mpi.journal.target_folders import opened_inner, uncommit
@@ -352,7 +354,7 @@ def _given_up(folder: Path, earlier: RunIdentity) -> Iterator[tuple[str, int]]:
 
 
 def remove_leftovers(folder: Folder, state: Folder, identity: RunIdentity) -> None:
-    """Remove what `leftovers` finds, its records, and rank folders that become empty.
+    """Remove what `leftovers` finds, its records, partial files of an earlier run, and rank folders that become empty.
 
     Records of a save that stays go too: those of this run take their places one by one.
 
@@ -374,6 +376,25 @@ def remove_leftovers(folder: Folder, state: Folder, identity: RunIdentity) -> No
             folder.remove_empty(rank_folder)
     if rank_of:
         folder.sync()
+    if earlier is not None and "target_ranks" in earlier.facts:
+        _remove_partial_files(folder, state, earlier)
+
+
+def _remove_partial_files(folder: Folder, state: Folder, earlier: RunIdentity) -> None:
+    """Remove the partial files of a run's targets whose writers are dead, and rank folders that become empty."""
+    names = set(state.names())  # there may be millions of targets without a lock
+    for rank, file in enumerate(_target_files(earlier)):
+        if lock_name(rank) not in names:
+            continue
+        rank_folder, _, name = file.rpartition("/")
+        # What is of another user, or was given up as a whole, is no matter of this run.
+        with contextlib.suppress(FileNotFoundError, TargetError), closing(open_lock(state, lock_name(rank))) as lock:
+            if not try_lock(lock, fcntl.LOCK_EX):
+                continue
+            with folder.inner(rank_folder or ".") as inner:
+                remove_stale(inner, name)
+            if rank_folder:
+                folder.remove_empty(rank_folder)
 
 
 def _target_files(identity: RunIdentity) -> Iterator[str]:

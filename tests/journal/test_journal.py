@@ -504,6 +504,41 @@ def test_a_file_that_is_saved_in_the_place_of_a_target_that_has_just_got_its_nam
     )
 
 
+@pytest.mark.parametrize("other", [{"format": "safetensors"}, {"prefix": "net_"}, {"target_ranks": 1}])
+def test_partial_files_of_a_killed_run_go_with_its_targets(tmp_path: Path, other: dict[str, Any]) -> None:
+    """The next run has other names, and does not meet them; a process that is still at work keeps its own."""
+    earlier = {"target_ranks": 3}
+    write(journal(tmp_path, **earlier), tmp_path / "rank_0" / "checkpoint_0.ckpt")
+    child = os.fork()
+    if not child:
+        with journal(tmp_path, **earlier).writing(
+            1, tmp_path / "rank_1" / "checkpoint_1.ckpt", EVIDENCE
+        ) as publication:
+            publication.partial.write_bytes(b"half")
+            os._exit(9)
+    os.waitpid(child, 0)
+    alive = journal(tmp_path, **earlier)
+    with alive.writing(2, tmp_path / "rank_2" / "checkpoint_2.ckpt", EVIDENCE) as publication:
+        (tmp_path / "rank_1" / ".mine.partial").write_bytes(b"somebody's")
+        journal(tmp_path, overwrite=True, **other).begin()
+        kept = {"rank_1/.mine.partial", f"rank_2/{publication.partial.name}"}
+        assert {file for file in files(tmp_path) if file.endswith("partial")} == kept
+    (tmp_path / "rank_1" / ".mine.partial").unlink()
+
+
+def test_an_emptied_rank_folder_of_a_killed_run_goes(tmp_path: Path) -> None:
+    state = journal(tmp_path, target_ranks=2)
+    state.begin()
+    child = os.fork()
+    if not child:
+        with state.writing(1, tmp_path / "rank_1" / "checkpoint_1.ckpt", EVIDENCE) as publication:
+            publication.partial.write_bytes(b"half")
+            os._exit(9)
+    os.waitpid(child, 0)
+    journal(tmp_path, overwrite=True, format="dcp", target_ranks=2).begin()
+    assert not (tmp_path / "rank_1").exists()
+
+
 def test_a_copy_of_a_folder_is_as_complete_as_it_was(tmp_path: Path) -> None:
     write(journal(tmp_path / "one"), tmp_path / "one" / "rank_0" / "net.ckpt")
     shutil.copytree(tmp_path / "one", tmp_path / "two", copy_function=shutil.copy)
