@@ -35,6 +35,7 @@ Storage = dict[str, Any]
 
 RANKS, TARGETS = 4, 8
 SMALL, LARGE, WIDE = (16, 16), (2048, 4096), (64, 1 << 18)
+_WRITTEN_AT_ONCE = 1 << 16
 _STEP = TensorSpec("global_step", BY_NAME["int32"], (), Box((), ()))
 
 
@@ -128,6 +129,7 @@ def _fill(path: Path, entries: Sequence[TensorEntry], content: bytes) -> None:
     """Write `content`, again and again, to where the tensors of a shard lie."""
     if not content:
         return
+    content *= -(-_WRITTEN_AT_ONCE // len(content))
     with path.open("r+b") as stream:
         for entry in entries:
             done = 0
