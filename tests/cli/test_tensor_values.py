@@ -57,9 +57,8 @@ def number_of(value: Any) -> Any:
     return list(map(number_of, value)) if isinstance(value, list) else float(value)
 
 
-@pytest.mark.parametrize("form", FORMS)
 @STORED
-@given(tensors=whole_tensors(), data=st.data())
+@given(form=st.sampled_from(FORMS), tensors=whole_tensors(), data=st.data())
 def test_elements_are_those_of_numpy(form: str, tensors: dict[str, Array], data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         source, strategy = written(data.draw, Path(temporary), tensors, form)

@@ -39,7 +39,8 @@ NAMES = ("w", "layer1.weight", "layer-1.weight", "net.layer1.weight", "a-b.c-d",
 STATE_PREFIXES = ("moments", "adam_m", "exp_avg", "accum")
 REPLICATED_NAMES = ("global_step", "learning_rate")
 
-WORLD_SIZES = tuple(itertools.product(range(1, 17), repeat=2))
+# Up to 12, and a larger power of two.
+WORLD_SIZES = tuple(itertools.product((*range(1, 13), 16), repeat=2))
 
 
 @dataclass(frozen=True, slots=True)
