@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.examples import few
-from support.float_oracle import FORMS, TYPES, Form, became, nearest, value
+from support.float_oracle import FORMS, TYPES, Form, became, nearest, rounded, value
 
 from reshard_mpi.engine import elements as floats
 from reshard_mpi.engine.elements import convert
@@ -91,6 +91,13 @@ def check(elements: np.ndarray, source: str, target: str) -> None:
     ]
     assert not wrong, f"{len(wrong)} of {len(elements)}: element, expected, got: {wrong[:5]}"
     assert too_large == sum(element.too_large for element in expected)
+
+
+@pytest.mark.parametrize(("source", "target"), SMALL + LARGE)
+def test_oracle_rounds_whole_numbers_as_fractions(source: str, target: str) -> None:
+    magnitudes = [bits for bits in random_bits(source, 50).tolist() if bits <= FORMS[source].largest]
+    for magnitude in (0, 1, FORMS[source].largest, *magnitudes):
+        assert rounded(magnitude, source, target) == nearest(value(magnitude, FORMS[source]), FORMS[target])
 
 
 def test_these_types_are_converted() -> None:

@@ -86,8 +86,25 @@ def power_of_two(exponent: int) -> Fraction:
 
 @lru_cache(maxsize=1 << 17)
 def rounded(magnitude: int, source: str, target: str) -> int:
-    """Return the nearest magnitude to a finite one of another type; the same for both signs."""
-    return nearest(value(magnitude, FORMS[source]), FORMS[target])
+    """Return the nearest magnitude to a finite one of another type; the same for both signs.
+
+    That is `nearest` of its `value`, in whole numbers alone, of which there are many.
+    """
+    old, new = FORMS[source], FORMS[target]
+    exponent, significand = divmod(magnitude, 1 << old.mantissa_bits)
+    significand += (1 << old.mantissa_bits) if exponent else 0
+    if not significand:
+        return 0
+    unit = max(exponent, 1) - old.bias - old.mantissa_bits  # it is `significand` times 2 to the power of this
+    power = max(unit + significand.bit_length() - 1, 1 - new.bias)
+    missing = power - new.mantissa_bits - unit
+    if missing <= 0:
+        steps = significand << -missing
+    else:
+        steps, rest = divmod(significand, 1 << missing)
+        half = 1 << missing - 1
+        steps += rest > half or (rest == half and steps % 2)
+    return (power + new.bias - 1 << new.mantissa_bits) + steps
 
 
 def became(bits: int, source: str, target: str) -> Became:
