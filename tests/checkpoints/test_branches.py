@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import dcp_peer, torch_peer
 from support.checkpoints import sample
 from support.command_line import done, refused, run_here
-from support.examples import few
+from support.examples import few, many
 
 import reshard_mpi
 from reshard_mpi.checkpoints import discovery
@@ -524,7 +524,7 @@ def oracle(word: str, content: Any) -> Any:
     return content
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@many(40)  # each is three conversions
 @given(data=st.data())
 def test_any_files_come_out_as_a_naive_join_says(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     words = data.draw(st.lists(st.sampled_from([*WORDS]), min_size=2, max_size=4, unique=True))

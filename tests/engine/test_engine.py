@@ -245,7 +245,7 @@ LIMITS = st.builds(
 
 
 @pytest.mark.slow
-@many(400)
+@many(250)
 @given(
     data=st.data(),
     limits=LIMITS,

@@ -23,7 +23,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Draw = Any
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(case=cases(), data=st.data())
 def test_there_and_back_over_ranks_and_formats(case: Case, data: st.DataObject) -> None:
     left, right = in_floats(case.left), in_floats(case.right)

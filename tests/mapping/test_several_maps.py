@@ -35,7 +35,7 @@ def in_float(case: Case) -> Case:
 
 
 @pytest.mark.slow
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(first=cases(), data=st.data())
 def test_there_and_back_over_ranks_and_formats(first: Case, data: st.DataObject) -> None:
     chain = [first, data.draw(following(first.right, "m"))]

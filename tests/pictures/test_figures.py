@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.cases import Case, cases
 from support.checkpoints import write_shard, write_shards, write_strategy
 from support.conversions import make
-from support.examples import few
+from support.examples import few, many
 from support.oracle import rank_holds, slice_for_rank
 
 import reshard_mpi
@@ -51,6 +51,7 @@ def flow(sources: int, planned: tuple[int, ...], targets: int, feeds: tuple[Feed
     return Flow(Shards(sources, "rank", {}), Shards(targets, "rank", {}), planned, feeds)
 
 
+@many(50)
 @given(case=cases())
 def test_feeds_and_moves_are_what_each_rank_holds(case: Case, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("case")

@@ -59,7 +59,7 @@ def test_agrees_with_oracle_and_comes_back(
             assert written == as_read(expected_rank(case.src, case.tensors, rank))
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(case=cases(unlisted=False, empty=False), kind=KINDS)
 def test_listed_ranks_are_the_ranks_read(case: Case, kind: str) -> None:
     with tempfile.TemporaryDirectory() as name:
