@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,25 +38,31 @@ def of_torch(folder: Path) -> dict[str, SampleTensor]:
     return {name: torch_peer.sample_of(name, tensor) for name, tensor in leaves(loaded)}
 
 
-@pytest.mark.parametrize("name", few(2, SAMPLES))
-def test_every_target(tmp_path: Path, name: str) -> None:
+# Where the tensors of a target are, and what reads them.
+READERS = {
+    "hf": ("model.safetensors", safetensors_peer.read),
+    "dcp": ("", dcp_peer.read),
+    "hdf5": ("rank_0/checkpoint_0.h5", hdf5_peer.read),
+    "safetensors": ("rank_0/checkpoint_0.safetensors", safetensors_peer.read),
+}
+
+
+@pytest.mark.parametrize(("name", "other"), few(2, zip(SAMPLES, itertools.cycle(READERS))))
+def test_every_target(tmp_path: Path, name: str, other: str) -> None:
+    """Each sample becomes a file of torch, and in turn one of the others: writing knows nothing of reading."""
     sample = unpacked(name, tmp_path / "unpacked")
-    for to in ("torch", "dcp", "hdf5", "safetensors", "hf"):
+    for to in ("torch", other):
         done("transform", sample.save, tmp_path / to, "--to", to, "--verify")
     made = of_torch(tmp_path / "torch")
     require_equal(made, sample.expected)
-    others = {
-        "dcp": dcp_peer.read(tmp_path / "dcp").tensors,
-        "hdf5": hdf5_peer.read(tmp_path / "hdf5" / "rank_0" / "checkpoint_0.h5").tensors,
-        "safetensors": safetensors_peer.read(tmp_path / "safetensors" / "rank_0" / "checkpoint_0.safetensors").tensors,
-    }
-    for to, tensors in others.items():
-        assert set(tensors) == set(made), to
-        require_equal(tensors, made)
-    weights = {name: tensor for name, tensor in made.items() if name.startswith("model.")}
-    of_hf = safetensors_peer.read(tmp_path / "hf" / "model.safetensors").tensors
-    before = "" if weights.keys() <= of_hf.keys() else "model."
-    require_equal(of_hf, {name.removeprefix(before): tensor for name, tensor in weights.items()})
+    file, read = READERS[other]
+    tensors = read(tmp_path / other / file).tensors
+    if other == "hf":
+        made = {name: tensor for name, tensor in made.items() if name.startswith("model.")}
+        before = "" if made.keys() <= tensors.keys() else "model."
+        made = {name.removeprefix(before): tensor for name, tensor in made.items()}
+    assert set(tensors) == set(made)
+    require_equal(tensors, made)
 
 
 # Where in the files is what the target has under another name; what is about the files alone is named in the report.

@@ -195,10 +195,10 @@ def killed_before(arguments: list[str], dst: Path, count: int) -> bool:
     ("form", "before", "step"),  # all instants, or every so many of them
     [
         ("ckpt", "another", 1),
-        ("hf", "another", 2),
+        ("hf", "another", 3),
         ("dcp", "another", 3),
         ("ckpt", "nothing", 3),
-        ("hf", "the same", 2),
+        ("hf", "the same", 3),
     ],
 )
 def test_a_kill_at_any_instant(conversion: Conversion, tmp_path: Path, form: str, before: str, step: int) -> None:
