@@ -248,7 +248,7 @@ _BUILT_IN = (
     FormatInfo(
         "megatron",
         "reshard_mpi.formats.megatron",
-        (".distcp",),
+        (".distcp", ".pt"),
         read_tensor_bytes=4 * KIB,
         written_tensor_bytes=4 * KIB,
         library_bytes=2 * MIB,
@@ -256,6 +256,7 @@ _BUILT_IN = (
         marks=("metadata.json",),
         index_says=b'"torch_dist"',
         before_index=("common.pt", ".metadata"),
+        parts=re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}"),
         also_marked_as=("dcp",),
         pointer_files=(_LATEST_ITERATION,),
         is_folder=True,

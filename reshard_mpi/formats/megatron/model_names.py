@@ -51,7 +51,7 @@ def place_of(key: str) -> NamedPlace:
 def is_expert(key: str) -> bool:
     """Tell whether a tensor is of experts, which the ranks of expert parallelism share out."""
     place = place_of(key)
-    return place.stacked_experts or place.expert is not None
+    return place.stacked_experts or place.expert is not None or ".experts." in key
 
 
 def layer_axes(key: str) -> int:

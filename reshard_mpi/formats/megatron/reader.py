@@ -9,13 +9,15 @@ compared as copies are.
 from __future__ import annotations
 
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.megatron.torch_dist import files_of_torch_dist, read_training
+from reshard_mpi.formats.megatron.legacy import read_legacy
+from reshard_mpi.formats.megatron.rank_folders import files_of_ranks
+from reshard_mpi.formats.megatron.torch_dist import files_of_torch_dist, is_torch_dist, read_training
 from reshard_mpi.formats.megatron.training_tree import arranged
 
 
 def files_of(folder: str) -> tuple[str, ...]:
     """Return the paths of the checkpoint's files. Raises ShardError if it is damaged."""
-    return files_of_torch_dist(folder)
+    return files_of_torch_dist(folder) if is_torch_dist(folder) else files_of_ranks(folder)
 
 
 def open_folder(folder: str) -> dict[int, Manifest]:
@@ -24,5 +26,5 @@ def open_folder(folder: str) -> dict[int, Manifest]:
     Raises ShardError if a file is missing, not sound, or contradicts others; DisagreementError if files are of several
     saves.
     """
-    read = read_training(folder)
+    read = read_training(folder) if is_torch_dist(folder) else read_legacy(folder)
     return {0: arranged(read.training, folder, read.of_file, read.left_out)}

@@ -37,7 +37,7 @@ from reshard_mpi.formats.torch.tensors import StoredTensor
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import natural_key
 
-COMMON = "common.pt"
+COMMON, _INDEX = "common.pt", "metadata.json"
 _OBJECT = re.compile(r"(?P<key>.*)/shard_(?P<place>[\d.]+)_(?P<of>[\d.]+)")
 _STATE = re.compile(r"optimizer\.state\.(?P<kind>[^.]+)\.(?P<key>.+)")
 _OF_GROUP = re.compile(
@@ -66,6 +66,11 @@ class _Objects(NamedTuple):
     of_groups: Mapping[tuple[int, str], Mapping[int, Value]]
     left_out: Sequence[str]
     of_files: Sequence[str]
+
+
+def is_torch_dist(folder: str) -> bool:
+    """Tell whether a folder is of this form."""
+    return source_files.is_file(Path(folder, _INDEX))
 
 
 def read_training(folder: str) -> FolderTraining:
@@ -258,4 +263,4 @@ def files_of_torch_dist(folder: str) -> tuple[str, ...]:
     metadata = metadata_of(folder)
     names = sorted({place.file for place in metadata.items.values()} - {".metadata"}, key=natural_key)
     others = [COMMON] if source_files.is_file(Path(folder, COMMON)) else []
-    return tuple(str(Path(folder, name)) for name in ("metadata.json", ".metadata", *others, *names))
+    return tuple(str(Path(folder, name)) for name in (_INDEX, ".metadata", *others, *names))

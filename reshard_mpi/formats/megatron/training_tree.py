@@ -39,13 +39,13 @@ class SavedTraining(NamedTuple):
 
     Attributes:
         weights: the tensors of the model by key, and what else its modules save.
-        state: the optimizer's tensors by key and kind; `FP32` is the copy of the weights.
-        groups: the optimizer's groups with their settings.
+        state: the optimizer's state by key and kind: tensors and numbers; `FP32` is the copy of the weights.
+        groups: the optimizer's groups with their settings, and their parameters' keys as `params` if these are known.
         values: what else the run keeps, by key.
     """
 
     weights: Mapping[str, Value]
-    state: Mapping[str, Mapping[str, TensorPieces]]
+    state: Mapping[str, Mapping[str, Value]]
     groups: Sequence[Dict]
     values: Mapping[str, Value]
 
@@ -92,14 +92,14 @@ def arranged(
             own = Dict(
                 [part for kind, tensor in kinds.items() if _is_kept(kind, key, training) for part in (kind, tensor)]
             )
-            if steps.get(key) is not None:
+            if steps.get(key) is not None and "step" not in kinds:
                 own.flat += ["step", steps[key]]
             state_tree.flat += [key, own]
         listed_groups: list[Value] = [
-            Dict([*group.flat, "params", list(names)]) if note != _NO_MEMBERS else group for group, names in groups
+            group if note == _NO_MEMBERS else with_members(group, names) for group, names in groups
         ]
         root.flat += ["optimizer", Dict(["state", state_tree, "param_groups", listed_groups])]
-        notes.append(note)
+        notes += [note] * bool(note)
     elif training.groups:
         root.flat += ["optimizer", Dict(["param_groups", list(training.groups)])]
     else:  # saved without it: still a training, whose model has its names below `model`
@@ -116,13 +116,13 @@ def _is_kept(kind: str, key: str, training: SavedTraining) -> bool:
     return kind != FP32 or training.weights[key].dtype != training.state[key][FP32].dtype
 
 
-def _with_copies(key: str, tensor: TensorPieces, state: Mapping[str, TensorPieces], folder: str) -> TensorPieces:
+def _with_copies(key: str, tensor: TensorPieces, state: Mapping[str, Value], folder: str) -> TensorPieces:
     """Return a weight with the pieces of its float32 copy, converted, so that both are compared as copies are.
 
     Raises ShardError if state has another shape.
     """
     for kind, own in state.items():
-        if own.shape != tensor.shape:
+        if type(own) is TensorPieces and own.shape not in ((), tensor.shape):
             raise ShardError(
                 f"{kind} of {key!r} in a Megatron checkpoint has another shape than the weight",
                 expected=str(list(tensor.shape)),
@@ -140,24 +140,44 @@ def _with_copies(key: str, tensor: TensorPieces, state: Mapping[str, TensorPiece
 
 def _groups(training: SavedTraining) -> tuple[list[tuple[Dict, list[str]]], str]:
     """Return the optimizer's groups, each with the names of its parameters, and a note on these."""
+    known = [group.get("params") for group in training.groups]
+    if known and all(type(names) is list and all(type(name) is str for name in names) for names in known):
+        return list(zip(training.groups, known)), ""
     members: list[list[str]] = [[] for _ in training.groups]
+    has_expert_groups = any(group.get("is_expert_parallel") is True for group in training.groups)
     for key in training.state:
-        weight = training.weights[key]
-        is_decayed = len(weight.shape) - layer_axes(key) > 1 and not key.endswith(".bias")
-        fitting = [number for number, group in enumerate(training.groups) if _fits(group, key, is_decayed=is_decayed)]
+        dimensions = len(training.weights[key].shape) - layer_axes(key)
+        fitting = [
+            number
+            for number, group in enumerate(training.groups)
+            if is_of_group(group, key, dimensions)
+            and (not has_expert_groups or group.get("is_expert_parallel") in (None, is_expert(key)))
+        ]
         if len(fitting) != 1:
             return [(group, []) for group in training.groups], _NO_MEMBERS
         members[fitting[0]].append(key)
     return list(zip(training.groups, members)), _MEMBERS
 
 
-def _fits(group: Dict, key: str, *, is_decayed: bool) -> bool:
-    """Tell whether a group can have a parameter, if Megatron has made the groups by itself."""
+def with_members(group: Dict, names: Sequence[str]) -> Dict:
+    """Return a group with the names of its parameters in place of what told them before."""
+    return Dict([*without_members(group).flat, "params", list(names)])
+
+
+def without_members(group: Dict) -> Dict:
+    """Return a group without what tells its parameters."""
+    return Dict([part for key, value in group.pairs() if key != "params" for part in (key, value)])
+
+
+def is_of_group(group: Dict, key: str, dimensions: int) -> bool:
+    """Tell whether a group can have a parameter, if Megatron has made the groups by itself.
+
+    Args:
+        dimensions: of the parameter, without those of stacked layers and experts.
+    """
+    is_decayed = dimensions > 1 and not key.endswith(".bias")
     is_plain = group.get("lr_mult") in (None, 1.0) and not group.get("is_decoupled_lr")
-    of_experts = group.get("is_expert_parallel")
-    return (
-        is_plain and of_experts in (None, is_expert(key)) and group.get("wd_mult") in (None, 1.0 if is_decayed else 0.0)
-    )
+    return is_plain and group.get("wd_mult") in (None, 1.0 if is_decayed else 0.0)
 
 
 def plain(value: Value) -> Value:

@@ -1,0 +1,249 @@
+"""Read what a folder of Megatron's older form holds: a training in the files of its ranks (`read_legacy`).
+
+Layers and experts get the numbers that they have in the whole model: `decoder.layers.7.mlp.linear_fc1.weight`. What
+several ranks have is listed with its copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats.dtypes import DType
+from reshard_mpi.formats.locations import Location
+from reshard_mpi.formats.megatron.flat_vectors import ParameterState, vector_states
+from reshard_mpi.formats.megatron.numbered_state import numbered_states
+from reshard_mpi.formats.megatron.optimizer_groups import kind_of_group, merged, not_of_one_save
+from reshard_mpi.formats.megatron.parameter_order import ElementReader
+from reshard_mpi.formats.megatron.rank_folders import VECTOR_FILE, LegacyRanks, RankFiles, is_chunk, read_ranks
+from reshard_mpi.formats.megatron.rank_slices import RankModel, RankTensor, in_slices, rank_tensors
+from reshard_mpi.formats.megatron.training_tree import (
+    FolderTraining,
+    SavedTraining,
+    differing,
+    with_members,
+    without_members,
+)
+from reshard_mpi.formats.nest.nodes import Dict, Value
+from reshard_mpi.formats.torch.framework_files import pairs_of, text_of
+from reshard_mpi.formats.torch.tensor_pieces import HeldTensor, TensorPieces, held
+from reshard_mpi.formats.torch.tensors import StoredTensor
+from reshard_mpi.sharding.box import Box
+
+_OPTIMIZER = "optimizer"
+# What each rank has of its own.
+_OF_RANKS = ("rng_state", "rerun_state_machine")
+# What is read of an optimizer.
+_READ = ("optimizer", "grad_scaler", "fp32_from_fp16_params", "state", "param_groups")
+
+
+class _JoinedState(NamedTuple):
+    """What the optimizer has, joined of all ranks: its state by key and kind, its groups, and its scaler."""
+
+    state: Mapping[str, ParameterState]
+    groups: Sequence[Dict]
+    scaler: Value
+    left_out: tuple[str, ...]
+
+
+def read_legacy(folder: str) -> FolderTraining:
+    """Read the training in a folder. Raises ShardError if it is not whole or contradicts itself."""
+    ranks = read_ranks(folder)
+    models = rank_tensors(ranks, folder)
+    weights = _weights(models)
+    others, own_states = _others(models)
+    optimizer = _optimizer(ranks, models, weights, folder)
+    first = ranks.first
+    values = {
+        key: value for key, value in first.values.items() if not is_chunk(key) and key not in (_OPTIMIZER, *_OF_RANKS)
+    }
+    if optimizer.scaler is not None:
+        values["scaler"] = optimizer.scaler
+    left_out = (
+        *optimizer.left_out,
+        *differing(own_states, "state of the ranks' own, such as what Transformer Engine keeps of FP8"),
+        *differing([key for key in _OF_RANKS if key in first.values], _NO_OTHER_LAYOUT),
+        *_of_other_ranks(ranks),
+    )
+    training = SavedTraining({**weights, **others}, optimizer.state, optimizer.groups, values)
+    return FolderTraining(training, lambda stored: held(stored, first.starts, first.path).whole, left_out)
+
+
+_NO_OTHER_LAYOUT = "states of the ranks that saved them, which no other layout has"
+
+
+def _weights(models: Sequence[RankModel]) -> dict[str, TensorPieces]:
+    """Return the tensors of the model, joined of the ranks' slices, in the order in which the model has them."""
+    tensors = [tensor for model in models for tensor in model.tensors]
+    pieces: dict[str, list[tuple[Box, Location]]] = {}
+    first: dict[str, RankTensor] = {}
+    for tensor in sorted(tensors, key=_chunk_of):  # stages are in order already
+        first.setdefault(tensor.key, tensor)
+        pieces.setdefault(tensor.key, []).extend(tensor.slices)
+    return {key: TensorPieces(own.held.dtype, own.shape, tuple(pieces[key])) for key, own in first.items()}
+
+
+def _chunk_of(tensor: RankTensor) -> int:
+    return tensor.chunk
+
+
+def _others(models: Sequence[RankModel]) -> tuple[dict[str, Value], list[str]]:
+    """Return what modules save besides weights if ranks have it alike, and the keys of what they have not."""
+    holders: dict[str, list[tuple[Value, RankFiles]]] = {}
+    for model in models:
+        for key, value in model.others.items():
+            holders.setdefault(key, []).append((value, model.files))
+    kept: dict[str, Value] = {}
+    own: list[str] = []
+    for key, values in holders.items():
+        value, rank = values[0]
+        is_alike = len({_text(each) for each, _ in values}) == 1
+        if len(values) > 1 and (not is_alike or (type(value) is StoredTensor and 0 not in value.shape)):
+            own.append(key)
+        else:
+            kept[key] = held(value, rank.starts, rank.path).whole if type(value) is StoredTensor else value
+    return kept, own
+
+
+def _text(value: Value) -> str:
+    return f"{value.dtype} {value.shape}" if type(value) is StoredTensor else text_of(value)
+
+
+def _of_other_ranks(ranks: LegacyRanks) -> Iterator[str]:
+    """Say which values of other ranks are not those of the first, which are kept."""
+    first = ranks.first
+    kept = {key: text_of(value) for key, value in first.values.items() if not is_chunk(key)}
+    known = (_OPTIMIZER, "args", *_OF_RANKS)
+    keys = dict.fromkeys(
+        key
+        for rank in ranks.ranks
+        for key, value in rank.values.items()
+        if not is_chunk(key) and key not in known and text_of(value) != kept.get(key)
+    )
+    yield from differing([*keys], f"of ranks other than that of {first.path}, whose is kept")
+
+
+def _optimizer(
+    ranks: LegacyRanks, models: Sequence[RankModel], weights: Mapping[str, TensorPieces], folder: str
+) -> _JoinedState:
+    """Return the optimizer's state. Raises ShardError if it is not that of all parts of what it has state of."""
+    optimizers = {rank.place: _chained(rank.values.get(_OPTIMIZER)) for rank in ranks.ranks if rank.values}
+    first = optimizers[ranks.first.place]
+    if any(len(own) != len(first) for own in optimizers.values()):
+        got = " and ".join(map(str, sorted({len(own) for own in optimizers.values()})))
+        raise not_of_one_save("as many optimizers on all ranks", got, folder)
+    of_experts = [_is_of_experts(own) for own in first] if len(first) > 1 else [None] * len(first)
+    has_numbers = any(_inner(own).get("state") is not None for own in first)
+    has_vectors = any(rank.vectors is not None for rank in ranks.ranks)
+    state = _States()
+    members: dict[tuple[int, str], dict[str, None]] = {}
+    for model in models:
+        with ElementReader() as reader:
+            if model.files.vectors is not None:
+                for tensor, own in vector_states(model, of_experts, reader):
+                    state.add(tensor, own, model.files)
+            for number, optimizer in enumerate(optimizers.get(model.files.place, [])) if has_numbers else ():
+                is_expert = of_experts[number]
+                tensors = [own for own in model.tensors if is_expert in (None, own.is_expert)]
+                for found in numbered_states(model.files, optimizer, tensors, reader):
+                    state.add(found.tensor, found.state, model.files)
+                    kind = number, kind_of_group(found.group)
+                    members.setdefault(kind, {})[found.tensor.key] = None
+    groups: list[Dict] = []
+    for number in range(len(first)):
+        own_groups = merged([_without_members(_inner(own[number])) for own in optimizers.values()], folder)
+        groups += (
+            [with_members(group, [*members.get((number, kind_of_group(group)), ())]) for group in own_groups]
+            if has_numbers
+            else own_groups
+        )
+    others = {key for own in optimizers.values() for each in own for key, _ in pairs_of(each) if key not in _READ}
+    left_out = [
+        *differing([*others], "of the optimizer, which is not read"),
+        *[f"the optimizer's state: {VECTOR_FILE}, which has it, is in no folder"]
+        * (not has_vectors and not has_numbers),
+    ]
+    scaler = _scaler([own for of_rank in optimizers.values() for own in of_rank], folder)
+    return _JoinedState(state.joined(weights, folder), groups, scaler, tuple(left_out if first else ()))
+
+
+def _without_members(optimizer: Dict) -> Dict:
+    groups = optimizer.get("param_groups")
+    own = [without_members(group) if type(group) is Dict else group for group in groups or []]
+    return Dict(["param_groups", own])
+
+
+def _scaler(optimizers: Sequence[Dict], folder: str) -> Value:
+    """Return the state of the scaler of gradients. Raises DisagreementError if ranks have several."""
+    scalers = [scaler for own in optimizers if (scaler := own.get("grad_scaler")) is not None]
+    texts = {text_of(scaler) for scaler in scalers}
+    if len(texts) > 1:
+        raise not_of_one_save("one state of the scaler of gradients", f"{len(texts)}", folder)
+    return scalers[0] if scalers else None
+
+
+def _chained(optimizer: Value) -> list[Dict]:
+    """Return the optimizers of a rank: several are in a list, or have numbers for keys."""
+    if type(optimizer) is list:
+        return [own for own in optimizer if type(own) is Dict]
+    if type(optimizer) is not Dict:
+        return []
+    numbered = [own for key, own in optimizer.pairs() if type(key) is int and type(own) is Dict]
+    return numbered or [optimizer]
+
+
+def _inner(optimizer: Dict) -> Dict:
+    """Return torch's own part of an optimizer, which is in that of Megatron or by itself."""
+    inner = optimizer.get("optimizer")
+    return inner if type(inner) is Dict else optimizer
+
+
+def _is_of_experts(optimizer: Dict) -> bool:
+    groups = _inner(optimizer).get("param_groups")
+    return any(type(group) is Dict and group.get("is_expert_parallel") is True for group in groups or [])
+
+
+class _States:
+    """Joins the state that ranks have of parameters."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, dict[str, list[tuple[Box, Location]]]] = {}
+        self._types: dict[str, dict[str, tuple[DType, tuple[int, ...]]]] = {}
+        self._values: dict[str, dict[str, Value]] = {}
+
+    def add(self, tensor: RankTensor, state: ParameterState, rank: RankFiles) -> None:
+        """Add what a rank has of a parameter. Raises DisagreementError if another rank has other numbers."""
+        for kind, value in state.items():
+            if type(value) is not HeldTensor:
+                first = self._values.setdefault(tensor.key, {}).setdefault(kind, value)
+                if text_of(first) != text_of(value):
+                    raise not_of_one_save(f"{kind} {first!r} of {tensor.key!r}", repr(value), rank.path)
+                continue
+            is_single = value.shape == () != tensor.held.shape
+            shape = () if is_single else tensor.shape
+            boxes = [Box((), ())] if is_single else [box for box, _ in tensor.slices]
+            self._types.setdefault(tensor.key, {}).setdefault(kind, (value.dtype, shape))
+            pieces = self._pieces.setdefault(tensor.key, {}).setdefault(kind, [])
+            pieces.extend(in_slices(value, boxes))
+
+    def joined(self, weights: Mapping[str, TensorPieces], folder: str) -> dict[str, ParameterState]:
+        """Return the state of whole parameters. Raises ShardError if a part of one is missing."""
+        whole: dict[str, ParameterState] = {}
+        for key in weights:
+            pieces = self._pieces.get(key, {})
+            for kind, own in pieces.items():
+                boxes = {box for box, _ in own}
+                lost = next((box for box, _ in weights[key].pieces if box not in boxes and box.ndim), None)
+                if lost is not None and self._types[key][kind][1]:
+                    raise ShardError(
+                        f"the optimizer of a Megatron checkpoint has {kind} of a part of {key!r} alone",
+                        expected=f"that of all parts of shape {list(weights[key].shape)}",
+                        got=f"none of {lost}",
+                        where=folder,
+                        remedy="copy or restore all files of one save",
+                    )
+            tensors = {kind: TensorPieces(*self._types[key][kind], tuple(own)) for kind, own in pieces.items()}
+            if tensors or key in self._values:
+                whole[key] = {**tensors, **self._values.get(key, {})}
+        return whole
