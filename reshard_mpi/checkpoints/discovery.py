@@ -92,7 +92,7 @@ def _found(path: str, select: str | None, role: str, format_name: str | None, lo
         return ShardFiles(path, name, {0: folder_format.files_of(path)}, is_folder=True, looks=looks)
     wanted = f"{_endings(format_name)}{_selected(select)}"
     if not folders and select is None:
-        require_readable(path, role)
+        require_readable(path, role, format_name)
         if (joined := branch_folders(path, format_name)) is not None:
             return joined._replace(looks=looks)
     if folders:

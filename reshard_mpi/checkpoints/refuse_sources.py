@@ -8,7 +8,6 @@ a part. Nothing in a shard tells which, so it is compared with the shards in the
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -211,7 +210,7 @@ _TRACKERS = ("latest", "latest_universal")
 _MAX_TAG_BYTES = 255
 # The folder of parameters in what ds_to_universal.py makes.
 _UNIVERSAL, _OF_PARAMETER = "zero", "fp32.pt"
-_MEGATRON_FOLDER = r"mp_rank_\d{2}(?:_\d{3}){0,2}"
+_MEGATRON, _TORCH_INDEX = "megatron", ".metadata"
 _MEGATRON_FILE, _MEGATRON_OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
 _MAX_LOOKED_INTO = 64
 _SETTINGS, _SETTINGS_BYTES, _ZARR = "metadata.json", 4096, b'"sharded_backend": "zarr"'
@@ -229,15 +228,16 @@ class _ForeignFolder(NamedTuple):
     remedy: str
 
 
-def require_readable(folder: str, role: str) -> None:
+def require_readable(folder: str, role: str, format_name: str | None) -> None:
     """Raise ForeignCheckpointError if a folder, or a save that a file in it names, is of a form that is not read.
 
     Args:
         role: what errors call the checkpoint.
+        format_name: the one that the user has chosen.
     """
     tagged = _tagged(folder)
     for path in (folder, *tagged):
-        kind = _universal(path) or _megatron(path)
+        kind = _universal(path) or _megatron(path, format_name)
         if kind is not None:
             raise ForeignCheckpointError(
                 f"the {role} is {kind.what}, which is not read",
@@ -285,27 +285,24 @@ def _has_parameters(folder: str, names: Sequence[str] | None = None) -> bool:
     return any(source_files.is_file(Path(folder, name, _OF_PARAMETER)) for name in listed[:_MAX_LOOKED_INTO])
 
 
-def _megatron(folder: str) -> _ForeignFolder | None:
-    """Return the kind of a folder in Megatron's old form; None if it is not one. torch_dist counts as torch's."""
+def _megatron(folder: str, format_name: str | None) -> _ForeignFolder | None:
+    """Return the kind of a folder of Megatron in a form that is not read; None if it is not one."""
     names = source_files.names(folder, ())
-    of_ranks = (name for name in names if re.fullmatch(_MEGATRON_FOLDER, name))
-    ranks = [name for name in of_ranks if source_files.is_file(Path(folder, name, _MEGATRON_FILE))]
     if _is_zarr(folder, names):
         return _ForeignFolder(
             "a Megatron checkpoint in zarr", "arrays of zarr", "load it with Megatron, and save it as torch_dist"
         )
-    if _MEGATRON_FILE in names and _MEGATRON_OPTIMIZER not in names:
-        return None  # one file, which may be a full checkpoint, and says so if it is not
-    remedy = (
-        f"the weights are in {_MEGATRON_FILE}: of one rank give that file; with tensor parallelism alone put those of"
-        " all ranks into folders rank_0, rank_1 ... (links will do) and say how the tensors are cut: reshard-mpi help"
-        " strategies; else load it with Megatron, and save it as torch_dist"
-    )
-    if ranks:
-        return _ForeignFolder("a Megatron checkpoint of the old form", f"{len(ranks)} folders mp_rank_*", remedy)
-    if _MEGATRON_FILE in names:
-        what = f"{_MEGATRON_FILE}, and the optimizer's state in flat buckets in {_MEGATRON_OPTIMIZER}"
-        return _ForeignFolder("one rank of a Megatron checkpoint of the old form", what, remedy)
+    if format_name == _MEGATRON and _TORCH_INDEX in names and _SETTINGS not in names:
+        return _ForeignFolder(
+            "a Megatron checkpoint in the form torch_dcp or fsdp_dtensor, or one whose save was not finished",
+            f"{_TORCH_INDEX} without {_SETTINGS}",
+            "read it with --from dcp, by the names that these forms have: their layers and experts are not stacked, and"
+            " of fsdp_dtensor gate and values (weight_w, weight_v) are apart",
+        )
+    if _MEGATRON_FILE in names and _MEGATRON_OPTIMIZER in names:
+        what = f"{_MEGATRON_FILE}, and the optimizer's state in flat vectors in {_MEGATRON_OPTIMIZER}"
+        remedy = f"give the folder of all ranks, {Path(folder).parent}; or {_MEGATRON_FILE} for this rank's weights"
+        return _ForeignFolder("one rank of a Megatron checkpoint", what, remedy)
     return None
 
 

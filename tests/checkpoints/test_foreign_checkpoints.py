@@ -37,20 +37,10 @@ FOLDERS: dict[str, tuple[list[str], str, str]] = {
         "a universal checkpoint of DeepSpeed without its settings",
         "copy or restore those files",
     ),
-    "ranks of Megatron": (
-        ["mp_rank_00/model_optim_rng.pt", "mp_rank_01/model_optim_rng.pt"],
-        "a Megatron checkpoint of the old form",
-        "rank_0, rank_1",
-    ),
-    "stages of Megatron": (
-        ["mp_rank_00_000/model_optim_rng.pt", "mp_rank_00_001/distrib_optim.pt"],
-        "a Megatron checkpoint of the old form",
-        "torch_dist",
-    ),
     "a rank of Megatron": (
         ["model_optim_rng.pt", "distrib_optim.pt"],
         "one rank of a Megatron checkpoint",
-        "give that file",
+        "give the folder of all ranks",
     ),
 }
 
@@ -79,6 +69,14 @@ def test_zarr(tmp_path: Path) -> None:
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
     said = run_here("plan", tmp_path, tmp_path / "out")
     assert said.code == 3 and "a Megatron checkpoint in zarr, which is not read" in said.err
+
+
+def test_megatrons_other_forms(tmp_path: Path) -> None:
+    """Only who asks for Megatron's is refused: others read it as what it is besides."""
+    made(tmp_path, ".metadata", "__0_0.distcp")
+    said = run_here("plan", tmp_path, tmp_path / "out", "--from", "megatron")
+    assert said.code == 3 and "torch_dcp or fsdp_dtensor, or one whose save was not finished, which is not" in said.err
+    assert "--from dcp" in said.err and "fsdp_dtensor" not in run_here("plan", tmp_path, tmp_path / "out").err
 
 
 def test_a_file_that_is_chosen(tmp_path: Path) -> None:

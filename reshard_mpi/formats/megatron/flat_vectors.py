@@ -140,7 +140,8 @@ def _by_kind(number: int, kinds: Dict, model: RankModel, path: str) -> dict[str,
             raise _unsound(path, f"vectors in buffer {number}", f"{str(kind)[:80]} that is none")
     lengths = {vector.elements for vector in vectors.values()}
     said = kinds.get("numel_unpadded")
-    if MAIN not in vectors or vectors[MAIN].dtype.name != "float32" or len(lengths | {said}) > 1:
+    said = said if type(said) is int else None
+    if MAIN not in vectors or vectors[MAIN].dtype.name != "float32" or len(lengths) > 1 or said not in lengths:
         got = ", ".join(f"{kind} {vector.dtype} [{vector.elements}]" for kind, vector in vectors.items())
         expected = f"vectors of {said} elements in buffer {number}, {MAIN} in float32 among them"
         raise _unsound(path, expected, got or "none")

@@ -9,7 +9,7 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.locations import Converted
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.megatron.model_names import is_expert, layer_axes
-from reshard_mpi.formats.nest.nodes import Call, Dict, Global, Value
+from reshard_mpi.formats.nest.nodes import MAX_DEPTH, Call, Dict, Global, Value
 from reshard_mpi.formats.torch.tensor_pieces import TensorPieces, listed
 from reshard_mpi.formats.torch.tensors import StoredTensor
 from reshard_mpi.text import shortened
@@ -180,20 +180,23 @@ def is_of_group(group: Dict, key: str, dimensions: int) -> bool:
     return is_plain and group.get("wd_mult") in (None, 1.0 if is_decayed else 0.0)
 
 
-def plain(value: Value) -> Value:
+def plain(value: Value, depth: int = 0) -> Value:
     """Return a value in which objects of Megatron's classes are dictionaries.
 
-    A Namespace becomes one of its attributes; a member of an enumeration one of its class and its value.
+    A Namespace becomes one of its attributes; a member of an enumeration one of its class and its value. What lies too
+    deep for a nest stays as it is.
     """
     kind = type(value)
+    if depth > MAX_DEPTH:
+        return value
     if kind is list:
-        return [plain(part) for part in value]
+        return [plain(part, depth + 1) for part in value]
     if kind is tuple:
-        return tuple(map(plain, value))
+        return tuple(plain(part, depth + 1) for part in value)
     if kind is Dict:
-        return Dict([part for key, own in value.pairs() for part in (key, plain(own))])
+        return Dict([part for key, own in value.pairs() for part in (key, plain(own, depth + 1))])
     if kind is Call and value.function == _NAMESPACE and type(value.state) is Dict:
-        return plain(value.state)
+        return plain(value.state, depth + 1)
     if kind is Call and value.function.module.startswith("megatron.") and _is_member(value):
         return Dict(["class", str(value.function), "value", value.args[0]])
     return value

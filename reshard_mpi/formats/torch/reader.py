@@ -55,8 +55,7 @@ def require_weights(root: Value, path: str) -> None:
             expected="whole tensors, or parts of each",
             got="flat buckets, in which many parameters lie in a row",
             where=path,
-            remedy="the weights are in model_optim_rng.pt beside it; Megatron can save the optimizer's state as"
-            " torch_dist, by --dist-ckpt-optim-fully-reshardable",
+            remedy="give the folder of all ranks, which is the one above this file's own",
         )
     if root.get("ds_version") is not None and root.get("param_shapes") is not None:
         _require_listed_weights(root, path)
@@ -107,7 +106,7 @@ def share_of(root: Value) -> RankShare:
         if any(type(size) is int and size > 1 for size in sizes):
             shown = " x ".join(str(size) for size in sizes if type(size) is int)
             what = f"a Megatron checkpoint of {shown} ranks (tensor x pipeline x expert parallel)"
-            return RankShare(what, f"{_AS_RANKS}; reshard-mpi help strategies shows it for tensor parallelism")
+            return RankShare(what, "give the folder of all ranks, iter_... above the folders mp_rank_*")
     return RankShare()
 
 
