@@ -153,15 +153,28 @@ _Filled = tuple[int, int]
 
 
 class _Step(NamedTuple):
-    """One way to come to a state: how many ways there are (2: several), the state before it, the parameter's start.
+    """One way to come to a state: the way that puts most elements there, since what it has is there.
 
-    A parameter without a start is not in the vector. last: the parameter that was put in last, with its start.
+    Attributes:
+        elements: how many of the vector's elements are a parameter's.
+        ways: how many ways there are that have as many; 2: several.
+        before: the state before it.
+        start: of the parameter; None: it is not in the vector.
+        last: the parameter that was put in last, with its start.
     """
 
+    elements: int
     ways: int
     before: _Filled
     start: int | None
     last: tuple[RankTensor, int] | None
+
+
+def _better(step: _Step, other: _Step | None) -> _Step:
+    """Return that of two ways to one state that puts more elements there, or both as one."""
+    if other is None or step.elements > other.elements:
+        return step
+    return other if step.elements < other.elements else step._replace(ways=min(step.ways + other.ways, 2))
 
 
 class _Layout:
@@ -180,22 +193,24 @@ class _Layout:
 
         Raises ShardError if there are several ways.
         """
-        layers: list[dict[_Filled, _Step]] = [{(0, 0): _Step(1, (0, 0), None, None)}]
+        layers: list[dict[_Filled, _Step]] = [{(0, 0): _Step(0, 1, (0, 0), None, None)}]
         for number, tensor in enumerate(self._tensors):
             layer: dict[_Filled, _Step] = {}
             for filled, step in layers[-1].items():
                 for after, start in self._steps(number, tensor, filled, step):
-                    last = step.last if start is None else (tensor, start)
-                    other = layer.get(after)
-                    ways = step.ways + (other.ways if other else 0)
-                    layer[after] = _Step(min(ways, 2), filled, start, last)
+                    own = _Step(step.elements, step.ways, filled, start, step.last)
+                    if start is not None:
+                        own = own._replace(elements=step.elements + tensor.elements, last=(tensor, start))
+                    layer[after] = _better(own, layer.get(after))
             layers.append(layer)
-        ends = [filled for filled in layers[-1] if filled[0] == self._vectors.elements]
+        ends = {filled: step for filled, step in layers[-1].items() if filled[0] == self._vectors.elements}
         if not ends:
             return None
-        if len(ends) > 1 or layers[-1][ends[0]].ways > 1:
+        filled = max(ends, key=lambda end: ends[end].elements)
+        most = [step.ways for step in ends.values() if step.elements == ends[filled].elements]
+        if sum(most) > 1:
             raise self._undecided()
-        placed, filled = [], ends[0]
+        placed = []
         for tensor, layer in zip(reversed(self._tensors), reversed(layers)):
             step = layer[filled]
             if step.start is not None:

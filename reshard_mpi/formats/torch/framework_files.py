@@ -37,7 +37,7 @@ def pairs_of(value: Value) -> Iterator[tuple[str, Value]]:
 def text_of(value: Value) -> str:
     """Return a text that is equal for equal values, without tensors."""
     try:
-        flattened = flatten_tree.flatten(value, is_tensor, has_order=False)
+        flattened = flatten_tree.flatten([value], is_tensor, has_order=False)
     except NestError as error:
         return error.problem
     return str([*flattened.strings.values()])

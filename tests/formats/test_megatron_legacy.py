@@ -1,0 +1,429 @@
+"""Megatron's older checkpoints: what is read equals the whole tensors laid over ranks, or is refused by name."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from support import deepspeed_peer, megatron_legacy_peer, torch_peer
+from support.command_line import done, run_here
+from support.examples import many
+from support.megatron_legacy_peer import EMBEDDING, MODEL, VECTORS, Form, Model, Training, require_read, training
+
+import reshard_mpi
+from reshard_mpi.errors import ReshardError
+
+Content = dict[str, Any]
+Spoiler = Callable[[str, str, Content], object]
+DENSE = training(Model(layers=((1, 1), (0, 2)), has_biases=True, hidden=5))
+TIED = training(Model(layers=((1, 2),), is_tied=True, hidden=7))
+EXPERTS = training(Model(layers=((1, 1),), experts=4))
+SINGLE = training(Model(dtype="float32"))
+
+
+@many(300)
+@given(megatron_legacy_peer.trainings())
+def test_whole_tensors(drawn: tuple[Training, Form]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        megatron_legacy_peer.write(Path(folder, "save"), *drawn)
+        require_read(Path(folder, "save"), *drawn)
+
+
+FORMS: dict[str, tuple[Training, Form]] = {
+    "uneven stages and chunks": (DENSE, Form(2)),
+    "buckets": (DENSE, Form(2, bucket=40)),
+    "buckets of weights that are not in one": (DENSE, Form(2, bucket=40, in_one=False)),
+    "a tied embedding in buckets of its own": (TIED, Form(2)),
+    "numbered state": (TIED, Form(2, optimizer="numbers")),
+    "experts": (EXPERTS, Form(2, 2)),
+    "experts that are not cut": (EXPERTS, Form(2, 2, expert_tensor=1)),
+    "experts in one module": (training(Model(experts=4, is_grouped=True)), Form(1, 2)),
+    "numbered state of experts": (EXPERTS, Form(2, 2, optimizer="numbers")),
+    "numbered state in float32": (SINGLE, Form(2, optimizer="numbers")),
+    "float32": (SINGLE, Form(2)),
+    "weights alone": (DENSE, Form(2, optimizer="")),
+}
+
+
+@pytest.mark.parametrize("what", FORMS)
+def test_each_form(tmp_path: Path, what: str) -> None:
+    megatron_legacy_peer.write(tmp_path, *FORMS[what])
+    require_read(tmp_path, *FORMS[what])
+
+
+def _chunk(content: Content) -> Content:
+    found: Content = content["model" if "model" in content else "model0"]
+    return found
+
+
+def on(folder: str, file: str, change: Callable[[Content], object]) -> Spoiler:
+    """Return what changes the content of files of one name, in folders that begin so."""
+
+    def spoil(own_folder: str, own_file: str, content: Content) -> None:
+        if own_folder.startswith(folder) and own_file == file and content:
+            change(content)
+
+    return spoil
+
+
+def arg(name: str, value: Any, folder: str = "") -> Spoiler:
+    return on(folder, MODEL, lambda content: setattr(content["args"], name, value))
+
+
+def setting(key: str, value: Any, folder: str = "") -> Spoiler:
+    return on(folder, MODEL, lambda content: content.update({key: value}))
+
+
+def added(name: str, values: dict[str, float], shape: tuple[int, ...] = (3,)) -> Spoiler:
+    """Return what adds a tensor to the model, by folder of what value."""
+
+    def spoil(folder: str, file: str, content: Content) -> None:
+        value = next((value for begin, value in values.items() if folder.startswith(begin)), None)
+        if file == MODEL and value is not None:
+            array = np.full(shape, value, np.float32)
+            _chunk(content)[name] = torch_peer.tensor(deepspeed_peer.sample(array), f"added {name}")
+
+    return spoil
+
+
+def _halve(content: Content) -> None:
+    """Leave a quarter of the outputs of the first matrices."""
+    for name, tensor in _chunk(content).items():
+        if name.endswith("linear_fc1.weight"):
+            rows, columns = tensor.args[2]
+            tensor.args = (*tensor.args[:2], (rows // 4, columns), *tensor.args[3:])
+
+
+def vectors(change: Callable[[Content], object], folder: str = "mp_rank_00_000") -> Spoiler:
+    def changed(content: Content) -> None:
+        (own,) = content[0].values()
+        change(own)
+
+    return on(folder, VECTORS, changed)
+
+
+def vector(length: int, value: float = 0.25) -> Any:
+    return torch_peer.tensor(deepspeed_peer.sample(np.full(length, value, np.float32)), "changed")
+
+
+def without(folder: str, file: str) -> Spoiler:
+    return on(folder, file, lambda content: content.clear())
+
+
+_TORCH: Any = torch_peer.STAND_INS["torch"]
+NORM = "decoder.layers.0.input_layernorm.weight"
+REFUSALS: dict[str, tuple[Training, Form, Spoiler, tuple[str, ...]]] = {
+    "a rank's weights are lost": (
+        *(TIED, Form(2), without("mp_rank_01_001", MODEL)),
+        ("files of ranks", "missing", "tensor-parallel rank 1 in stage 1"),
+    ),
+    "all are": (TIED, Form(2), without("", MODEL), ("missing", "model_optim_rng.pt in every folder")),
+    "a share of the experts is lost": (
+        *(EXPERTS, Form(1, 2), without("mp_rank_00_001_001", MODEL)),
+        ("missing", "share 1 of the experts in stage 1"),
+    ),
+    "a rank's vectors are lost": (
+        *(TIED, Form(2), without("mp_rank_01_001", VECTORS)),
+        ("fp32_param of a part of", "none of"),
+    ),
+    "another iteration": (
+        *(TIED, Form(2), setting("iteration", 4, "mp_rank_01_001")),
+        ("not of one save", "iteration: 3, as", "got: 4", "mp_rank_01_001"),
+    ),
+    "another run": (
+        *(TIED, Form(2), arg("consumed_train_samples", 25, "mp_rank_01")),
+        ("not of one save", "args.consumed_train_samples: 24"),
+    ),
+    "of another rank": (
+        *(TIED, Form(2), on("mp_rank_0", MODEL, lambda own: setattr(own["args"], "rank", 3 - own["args"].rank))),
+        ("of another rank than its folder", "args.rank 3 of 4"),
+    ),
+    "other layers": (TIED, Form(2), arg("num_layers", 4), ("contradict", "args.num_layers: 4", "got: 3")),
+    "other experts": (EXPERTS, Form(1, 2), arg("num_experts", 6), ("contradict", "args.num_experts: 6")),
+    "a vocabulary padded for others": (
+        *(TIED, Form(2), arg("padded_vocab_size", 16)),
+        ("contradict", f"{EMBEDDING!r} of shape [16, 7]", "parts of shape [4, 7]"),
+    ),
+    "no size": (
+        *(TIED, Form(2), arg("tensor_model_parallel_size", None)),
+        ("do not say how it is cut", "args.tensor_model_parallel_size"),
+    ),
+    "more ranks": (
+        TIED,
+        Form(2),
+        arg("tensor_model_parallel_size", 4),
+        ("missing", "tensor-parallel rank 2 in stage 0"),
+    ),
+    "fewer ranks": (
+        TIED,
+        Form(2),
+        on(
+            "", MODEL, lambda own: vars(own["args"]).update(tensor_model_parallel_size=1, expert_tensor_parallel_size=1)
+        ),
+        ("of no rank of it", "mp_rank_TENSOR_STAGE"),
+    ),
+    "one stage": (TIED, Form(2), arg("pipeline_model_parallel_size", 1), ("of no rank of it", "mp_rank_TENSOR of")),
+    "experts cut over more ranks": (
+        *(EXPERTS, Form(1, 2), arg("expert_tensor_parallel_size", 2)),
+        ("more ranks than it has folders for",),
+    ),
+    "groups of queries that several ranks share": (
+        *(DENSE, Form(2), arg("num_query_groups", 1)),
+        ("how 'decoder.layers.0.self_attention.linear_qkv.weight'", "is not known", "num_query_groups"),
+    ),
+    "no gate": (
+        *(DENSE, Form(2), on("", MODEL, lambda content: setattr(content["args"], "swiglu", True) or _halve(content))),
+        ("how 'decoder.layers.0.mlp.linear_fc1.weight'", "twice as many outputs as"),
+    ),
+    "an older version": (
+        *(TIED, Form(2), setting("checkpoint_version", 2.0)),
+        ("a release that is not read", "checkpoint_version 2.0"),
+    ),
+    "no version": (TIED, Form(2), setting("checkpoint_version", None), ("checkpoint_version None",)),
+    "no model of Megatron-Core": (
+        *(TIED, Form(2), on("", MODEL, lambda content: _chunk(content).update(language_model={}))),
+        ("a release that is not read", "'language_model'"),
+    ),
+    "an unknown tensor that differs": (
+        *(TIED, Form(2), added("decoder.layers.0.mixer.in_proj.weight", {"mp_rank_00_000": 1, "mp_rank_01_000": 2})),
+        ("how 'decoder.layers.0.mixer.in_proj.weight'", "is not known", "other elements on some of 2"),
+    ),
+    "an unknown tensor that one rank has": (
+        *(TIED, Form(2), added("decoder.layers.0.odd", {"mp_rank_01_000": 2})),
+        ("how 'decoder.layers.0.odd'", "none on rank 0"),
+    ),
+    "a tensor twice": (
+        *(TIED, Form(2), added("output_layer.weight", {"mp_rank_00_000": 1, "mp_rank_01_000": 1}, (4, 7))),
+        ("has a tensor of the model twice", f"{EMBEDDING!r} once"),
+    ),
+    "vectors of other weights": (
+        *(TIED, Form(2), vectors(lambda own: own.update(param=vector(own["numel_unpadded"])))),
+        ("not of its weights", "in buffer 0", "mp_rank_00_000/distrib_optim.pt"),
+    ),
+    "vectors of two lengths": (
+        *(TIED, Form(2), vectors(lambda own: own.update(exp_avg=vector(7)))),
+        ("no vectors of its optimizer as Megatron writes them", "exp_avg float32 [7]"),
+    ),
+    "a vector that is none": (
+        *(TIED, Form(2), vectors(lambda own: own.update(exp_avg=[1.5]))),
+        ("vectors in buffer 0", "exp_avg that is none"),
+    ),
+    "vectors of a release before": (
+        *(TIED, Form(2), on("", VECTORS, lambda content: content.pop("buckets_coalesced"))),
+        ("of a release that is not read", "buckets_coalesced"),
+    ),
+    "weights in FP8": (
+        *(TIED, Form(2), on("", VECTORS, lambda own: own.update({0: {(_TORCH.uint8, _TORCH.float32): {}}}))),
+        ("a type that is not read", "FP8"),
+    ),
+    "a buffer is lost": (
+        *(DENSE, Form(2), on("", VECTORS, lambda content: content.pop(0))),
+        ("buffers by their numbers from 0 on",),
+    ),
+}
+
+
+def refusal(tmp_path: Path, made: Training, form: Form, spoil: Spoiler) -> str:
+    megatron_legacy_peer.write(tmp_path / "save", made, form, spoil)
+    said = run_here("plan", tmp_path / "save", tmp_path / "out")
+    assert said.code == 3 and said.err.count("error:") == 1 and not (tmp_path / "out").exists(), said.err
+    return said.err
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_refusals(tmp_path: Path, what: str) -> None:
+    made, form, spoil, parts = REFUSALS[what]
+    said = refusal(tmp_path, made, form, spoil)
+    for part in parts:
+        assert part in said, said
+
+
+NUMBERED: dict[str, tuple[Training, Callable[[Content], object], tuple[str, ...]]] = {
+    "copies of other weights": (
+        *(TIED, lambda own: own["fp32_from_fp16_params"][0].reverse()),
+        ("is not of its weights", "parameters of group 0"),
+    ),
+    "a group without numbers": (
+        *(TIED, lambda own: own["optimizer"]["param_groups"][0].pop("params")),
+        ("no optimizer as Megatron writes it", "the numbers of its parameters"),
+    ),
+    "fewer lists of copies": (
+        *(TIED, lambda own: own["fp32_from_fp16_params"].pop()),
+        ("no optimizer as Megatron writes it", "1 in fp32_from_fp16_params"),
+    ),
+    "a parameter in float32 that is not trained": (
+        *(SINGLE, lambda own: own["param_groups"][1]["params"].pop()),
+        ("which number", "in float32 as others are, is not in it"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NUMBERED)
+def test_numbered_state_that_is_refused(tmp_path: Path, what: str) -> None:
+    made, change, parts = NUMBERED[what]
+    said = refusal(
+        tmp_path, made, Form(2, optimizer="numbers"), on("", MODEL, lambda content: change(content["optimizer"]))
+    )
+    for part in parts:
+        assert part in said, said
+
+
+def test_weights_that_are_alike(tmp_path: Path) -> None:
+    """Of two of which one is trained it cannot be told which one it is."""
+    made = training(Model(layers=((1,),), hidden=64, has_biases=True))
+    lost, beside = "decoder.layers.0.mlp.linear_fc2.bias", "decoder.final_layernorm.weight"
+    for name in (lost, beside):
+        made.weights[name][:] = 1
+    trained = [name for name in made.weights if name != lost]
+    form = Form(1, in_one=False)
+
+    def spoil(content: Content) -> None:
+        ((_, own),) = content[0].items()
+        parts = [made.weights[name].reshape(-1) for name in reversed(trained)]
+        filled = [np.pad(part, (0, -len(part) % 64)) for part in parts[:-1]]
+        length = sum(map(len, filled)) + len(parts[-1])
+        own.update(
+            param=torch_peer.tensor(deepspeed_peer.sample(np.concatenate([*filled, parts[-1]])), "cut"),
+            exp_avg=vector(length),
+            exp_avg_sq=vector(length),
+            numel_unpadded=length,
+        )
+
+    said = refusal(tmp_path / "alike", made, form, on("", VECTORS, spoil))
+    assert "cannot be told" in said and "several ways in which buffer 0 can have parameters" in said
+    made.weights[lost][:] = 2
+    megatron_legacy_peer.write(tmp_path / "apart", made, form, on("", VECTORS, spoil))
+    with reshard_mpi.open(tmp_path / "apart") as opened:
+        assert f"optimizer.state.{lost}.exp_avg" not in opened and f"optimizer.state.{beside}.exp_avg" in opened
+
+
+def test_copies_that_differ(tmp_path: Path) -> None:
+    """What ranks have copies of is compared."""
+
+    def spoil(folder: str, file: str, content: Content) -> None:
+        if file == MODEL and folder == "mp_rank_01_000":
+            values = np.arange(7, dtype=np.float32)
+            _chunk(content)[NORM] = torch_peer.tensor(deepspeed_peer.sample(values, "bfloat16"), "changed")
+
+    megatron_legacy_peer.write(tmp_path / "save", TIED, Form(2, optimizer=""), spoil)
+    said = run_here("transform", tmp_path / "save", tmp_path / "out")
+    assert said.code == 3 and f"copies of 'model.{NORM}' differ" in said.err, said.err
+
+
+def test_parameters_that_are_not_trained(tmp_path: Path) -> None:
+    """They are in no buffer; neither are a router's counts, nor a tensor that is the same on all ranks."""
+    names = {f"decoder.layers.0.{name}": 1.5 for name in ("mlp.router.expert_bias", "odd")}
+
+    def spoil(folder: str, file: str, content: Content) -> None:
+        for name, value in names.items():
+            added(name, {"mp_rank_00_000": value, "mp_rank_01_000": value})(folder, file, content)
+
+    for optimizer in ("vectors", "numbers"):
+        megatron_legacy_peer.write(tmp_path / optimizer, TIED, Form(2, optimizer=optimizer), spoil)
+        with reshard_mpi.open(tmp_path / optimizer) as opened:
+            for name, value in names.items():
+                assert opened[f"model.{name}"][...].tolist() == [value] * 3
+                assert f"optimizer.state.{name}.exp_avg" not in opened
+            assert f"optimizer.state.{NORM}.exp_avg" in opened
+
+
+def test_what_else_is_in_the_files(tmp_path: Path) -> None:
+    """Values of the run are kept, those of ranks named; nothing that a pickle names is run."""
+    sys.modules.pop("somewhere.else", None)
+
+    def spoil(folder: str, file: str, content: Content) -> None:
+        if file == MODEL:
+            content["args"].surprise = deepspeed_peer.Surprise()
+            content["own"] = folder
+            content["rerun_state_machine"] = {"mode": "disabled"}
+            scale = {"scale": 4.0, "growth_tracker": 2}
+            content["optimizer"] |= {"grad_scaler": scale, "unheard_of": 1}
+            chunk = _chunk(content)
+            if NORM in chunk:
+                state = np.full(4, len(folder) + int(folder[9]), np.uint8)
+                chunk[NORM.replace("weight", "_extra_state")] = torch_peer.tensor(deepspeed_peer.sample(state), "fp8")
+
+    megatron_legacy_peer.write(tmp_path / "save", TIED, Form(2), spoil)
+    said = done("transform", tmp_path / "save", tmp_path / "out", "--to", "torch").err
+    assert "somewhere.else" not in sys.modules
+    for part in (
+        "rerun_state_machine, rng_state: states of the ranks",
+        "own: of ranks other than that of",
+        "unheard_of: of",
+    ):
+        assert part in said, said
+    assert "decoder.layers.0.input_layernorm._extra_state, " in said and ": state of the ranks' own, such" in said
+    assert "args.surprise" in said
+    made = torch_peer.load(tmp_path / "out" / "rank_0" / "checkpoint_0.pt")
+    assert made["args"]["num_layers"] == 3 and "surprise" not in made["args"] and made["iteration"] == 3
+    assert made["scheduler"]["num_steps"] == 24 and made["scaler"] == {"scale": 4.0, "growth_tracker": 2}
+    assert made["own"] == "mp_rank_00_000" and made["num_floating_point_operations_so_far"] == 123456.0
+    decayed, others = made["optimizer"]["param_groups"]
+    assert (decayed["wd_mult"], others["wd_mult"], decayed["lr"]) == (1.0, 0.0, 0.5)
+    assert NORM in others["params"] and EMBEDDING in decayed["params"]
+    assert {*decayed["params"], *others["params"]} == set(TIED.weights)
+
+
+def test_groups_of_numbered_state(tmp_path: Path) -> None:
+    """Their members are in the files, so that nothing is said of them."""
+    megatron_legacy_peer.write(tmp_path / "save", EXPERTS, Form(1, 2, optimizer="numbers"))
+    said = done("transform", tmp_path / "save", tmp_path / "out", "--to", "torch").err
+    assert "which parameters each group" not in said
+    groups = torch_peer.load(tmp_path / "out" / "rank_0" / "checkpoint_0.pt")["optimizer"]["param_groups"]
+    of_experts = [group for group in groups if group["is_expert_parallel"]]
+    assert {name for group in groups for name in group["params"]} == set(EXPERTS.weights)
+    assert all(".experts." in name for group in of_experts for name in group["params"]) and of_experts[0]["params"]
+
+
+def test_weights_without_their_optimizer(tmp_path: Path) -> None:
+    """Files with its state that are taken out of all folders are named."""
+    top = megatron_legacy_peer.write(tmp_path / "save", TIED, Form(2))
+    for path in top.rglob(VECTORS):
+        path.unlink()
+    said = done("transform", tmp_path / "save", tmp_path / "out", "--to", "torch").err
+    assert "the optimizer's state: distrib_optim.pt, which has it, is in no folder" in said
+    made = torch_peer.load(tmp_path / "out" / "rank_0" / "checkpoint_0.pt")
+    assert set(made["model"]) >= set(TIED.weights) and len(made["optimizer"]["param_groups"]) == 2
+
+
+def test_ways_to_it(tmp_path: Path) -> None:
+    """It is found by the folder of the iteration and the one above; other files there are named."""
+    top = megatron_legacy_peer.write(tmp_path / "save", TIED, Form(2))
+    (top / "mp_rank_00_000" / "layer_wise_optimizer_0.pt").write_bytes(b"some")
+    for source, options in ((top, ()), (top.parent, ()), (top, ("--from", "megatron"))):
+        told = done("plan", source, tmp_path / "out", *options)
+        assert "Megatron checkpoint, 8 files" in told.out
+        assert options or "in mp_rank_00_000 layer_wise_optimizer_0.pt" in told.err, told.err
+    assert "8 files, megatron" in done("inspect", top).out
+    shutil.copytree(top, tmp_path / "save" / "release")
+    (tmp_path / "save" / "latest_checkpointed_iteration.txt").write_text("release")
+    assert "release of" in done("inspect", top.parent).out
+    said = run_here("inspect", top / "mp_rank_00_000")
+    assert said.code == 3 and "one rank of a Megatron checkpoint" in said.err and str(top) in said.err
+    said = run_here("plan", top / "mp_rank_00_000" / MODEL, tmp_path / "out")
+    assert said.code == 3 and "2 x 2 x 1 ranks" in said.err and "give the folder of all ranks" in said.err
+
+
+@pytest.mark.parametrize("file", [MODEL, VECTORS])
+@pytest.mark.parametrize("kept", [0, 100, 0.5, 0.99])
+def test_a_file_that_is_cut_short(tmp_path: Path, file: str, kept: float) -> None:
+    path = megatron_legacy_peer.write(tmp_path, TIED, Form(2)) / "mp_rank_01_001" / file
+    content = path.read_bytes()
+    path.write_bytes(content[: int(kept * len(content)) if kept < 1 else int(kept)])
+    with pytest.raises(ReshardError, match=r"(?s).*mp_rank_01_001"), reshard_mpi.open(tmp_path):
+        pass
+
+
+def test_the_other_byte_order(tmp_path: Path) -> None:
+    path = megatron_legacy_peer.write(tmp_path / "save", TIED, Form(2)) / "mp_rank_01_001" / MODEL
+    other = b"big" if sys.byteorder == "little" else b"little"
+    path.write_bytes(path.read_bytes().replace(sys.byteorder.encode(), other.ljust(len(sys.byteorder))))
+    said = run_here("plan", tmp_path / "save", tmp_path / "out")
+    assert said.code == 3 and "mp_rank_01_001" in said.err
