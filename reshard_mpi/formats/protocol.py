@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from reshard_mpi.filesystem.folders import create_file
+from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.sharding.box import Box
@@ -123,13 +124,33 @@ class FolderFormat(Format, Protocol):
 class Part(NamedTuple):
     """A part of a tensor that a file has by itself: its name there, whose part, and which.
 
-    dtype: the name of the type that it is converted to; empty: it keeps its own.
+    dtype: the name of the type that it is converted to, from the one that the tensor has without `--dtype`; empty: the
+    one that it has in the target.
     """
 
     name: str
     source: str
     box: Box
     dtype: str = ""
+
+
+class SameParts(NamedTuple):
+    """Parts of two tensors that must hold the same, since a file has only one of them.
+
+    Attributes:
+        first, second: in one type, and of one shape.
+        problem, remedy: what is wrong if they differ, and what to do, in words.
+    """
+
+    first: Part
+    second: Part
+    problem: str
+    remedy: str
+
+    def in_source(self, names: Mapping[str, str]) -> SameParts:
+        """Return the same with other names of tensors."""
+        first, second = (part._replace(source=names[part.source]) for part in (self.first, self.second))
+        return self._replace(first=first, second=second)
 
 
 class Packed(NamedTuple):
@@ -144,6 +165,7 @@ class Packed(NamedTuple):
         left_out: names of tensors that go nowhere.
         notes: in words, what else people must know of the files.
         absent: what names of tensors begin with that the checkpoint must not have had before a choice (`--exclude`).
+        compared: for each file, what must be the same before it is written.
     """
 
     prefix: str
@@ -154,6 +176,7 @@ class Packed(NamedTuple):
     notes: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     only_first: bool = False
+    compared: Sequence[Sequence[SameParts]] = ()
 
 
 class PackingOptions(NamedTuple):
@@ -177,16 +200,25 @@ class PackingOptions(NamedTuple):
 class PackingFormat(FolderFormat, Protocol):
     """A format whose files have parts of many tensors as its own framework lays them out (`FormatInfo.packs`)."""
 
-    def packed(self, tensors: Mapping[str, TensorType], strings: Mapping[str, str], options: PackingOptions) -> Packed:
+    def packed(
+        self,
+        tensors: Mapping[str, TensorType],
+        strings: Mapping[str, str],
+        own_types: Mapping[str, DType],
+        options: PackingOptions,
+    ) -> Packed:
         """Return the files that these whole tensors are packed into.
 
         Args:
             tensors, strings: of the checkpoint, by name.
+            own_types: of the tensors that `--dtype` gives another type: the one that they have without it, by name.
 
         Raises TargetError if they cannot be packed.
         """
 
-    def as_read(self, tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> Packed | None:
+    def as_read(
+        self, tensors: Mapping[str, TensorType], strings: Mapping[str, str], own_types: Mapping[str, DType]
+    ) -> Packed | None:
         """Return the whole tensors, as one file, that the files are read as which these have been packed into.
 
         None if they are of no training. Raises TargetError as `packed` does.

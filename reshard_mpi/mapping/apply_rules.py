@@ -112,11 +112,12 @@ def applied(
         choice = choice._replace(settings=settings_among({choice.named(name): shape for name, shape in shapes.items()}))
     used = {name for tensor in outcome.tensors for name in tensor.sources.values()}
     scalars = taken.counted
+    made = tuple(all_typed(choice, outcome.tensors))
     states_dropped: Iterable[str] = ()
     if rules is not None and taken.direction is not None and taken.dropped:
         states_dropped = states_among(taken.dropped, inventory, rules, taken.direction, choice.owners)
     return MapResult(
-        tuple(all_typed(choice, outcome.tensors)),
+        made,
         tuple(constant_typed(choice, constant) for constant in outcome.constants),
         tuple(_equal((*taken.matches, *taken.states), used, scalars)),
         (*_pads((*taken.matches, *taken.states), used), *zeros(taken.dropped, inventory)),
@@ -134,6 +135,7 @@ def applied(
         (*states_dropped, *(name for name in shapes if name in states_out)),
         stranded,
         () if rules is None else tuple(usual_notes(taken.matches, rules)),
+        {own.name: own.dtype for own, tensor in zip(outcome.tensors, made) if own.dtype != tensor.dtype},
     )
 
 

@@ -343,6 +343,7 @@ def _in_files(mapped: MapResult, named: Mapping[str, str], in_target: Callable[[
         equal=tuple(equal._replace(names=tuple(map(in_source, equal.names))) for equal in mapped.equal),
         pads=tuple(pads._replace(name=in_source(pads.name)) for pads in mapped.pads),
         left_out=tuple(map(in_source, mapped.left_out)),
+        own_types={in_target(name): dtype for name, dtype in mapped.own_types.items()},
         states_left_out=tuple(map(in_source, mapped.states_left_out)),
         computed=tuple(
             number._replace(

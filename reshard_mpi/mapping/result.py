@@ -226,6 +226,17 @@ class MapResult(NamedTuple):
     # state that stays while its parameter goes, which is left out after a later map
     stranded: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()  # on what nothing but the map's usual lengths decides
+    # of what is made of tensors and gets another type by `--dtype`: the one that it has without it
+    own_types: Mapping[str, DType] = MappingProxyType({})
+
+    @property
+    def in_own_types(self) -> MapResult:
+        """The same without `--dtype`, as far as tensors are made of others."""
+        if not self.own_types:
+            return self
+        own = self.own_types
+        made = tuple(tensor._replace(dtype=own.get(tensor.name, tensor.dtype)) for tensor in self.made)
+        return self._replace(made=made, own_types=MappingProxyType({}))
 
 
 def model_alone(kinds: Mapping[str, TensorType], strings: Mapping[str, str]) -> Packed | None:

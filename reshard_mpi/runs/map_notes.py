@@ -34,6 +34,14 @@ class MapStep(NamedTuple):
         tensors, holes = self.tensors.planned()
         return self.plan._replace(tensors=tensors, holes=holes)
 
+    @property
+    def in_own_types(self) -> MapStep:
+        """The step without `--dtype`, which only what is made of its tensors has then."""
+        mapped, plan = self.mapped.in_own_types, self.plan
+        rank = min(plan.read_ranks, default=0)
+        tensors = MappedTensors(self.tensors.path, mapped, plan.tensors, rank, plan.holes)
+        return self._replace(mapped=mapped, tensors=tensors)
+
 
 class MapsOutcome(NamedTuple):
     """What all maps make of the checkpoint, one after another, and that as a shard."""

@@ -18,7 +18,7 @@ from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import only_element
 from reshard_mpi.errors import DisagreementError, TargetError
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity
-from reshard_mpi.formats.protocol import Packed
+from reshard_mpi.formats.protocol import Packed, Part
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.apply_to_file import SourceTree, applied_to_file
 from reshard_mpi.mapping.chain import made_of_first
@@ -28,7 +28,7 @@ from reshard_mpi.mapping.rules import Rules, element_value
 from reshard_mpi.mapping.selection import is_chosen
 from reshard_mpi.planning.gradient_joining import gradients_like, notes_on
 from reshard_mpi.planning.map_routes import MappedTensors
-from reshard_mpi.planning.rank_plan import RankPlan
+from reshard_mpi.planning.rank_plan import PlannedTensors, RankPlan
 from reshard_mpi.planning.shared_facts import OWN
 from reshard_mpi.planning.source_flaws import MissingRanks, UnusableShard
 from reshard_mpi.planning.tensor_names import Accumulated, Unlisted, is_partial_sum
@@ -167,18 +167,12 @@ class MappedCheckpoint(SourceCheckpoint):
 
     def file_plan(self, number: int) -> RankPlan:
         """Return the plan of one of the files that it is packed into. Raises the error for what cannot be made."""
-        outcome, packed = self._opened(), self.packed
-        parts, whole = parts_of(packed, [packed.files[number]], outcome.kinds), outcome.whole
-        rank = min(whole.read_ranks, default=0)
-        made = MappedTensors(self.files.path, parts, whole.tensors, rank, whole.holes)
-        tensors, holes = made.planned()
-        for error in holes.values():
-            raise error.with_traceback(None)
+        packed = self.packed
         return RankPlan(
             target_rank=number,
             stage=number,
             identity=ShardIdentity(number, len(packed.files), ""),
-            tensors=tensors,
+            tensors=self.planned_parts(packed.files[number]),
             strings={} if number and packed.only_first else packed.strings,
             checks=(),
             absent=(),
@@ -186,6 +180,17 @@ class MappedCheckpoint(SourceCheckpoint):
             source_ranks=(0,),
             loose=frozenset(),
         )
+
+    def planned_parts(self, parts: Sequence[Part]) -> PlannedTensors:
+        """Return where parts of its tensors come from. Raises the error for what cannot be made."""
+        outcome = self._opened()
+        made_parts, whole = parts_of(self.packed, [parts], outcome.kinds), outcome.whole
+        rank = min(whole.read_ranks, default=0)
+        made = MappedTensors(self.files.path, made_parts, whole.tensors, rank, whole.holes)
+        tensors, holes = made.planned()
+        for error in holes.values():
+            raise error.with_traceback(None)
+        return tensors
 
     @property
     def packed(self) -> Packed:
@@ -309,14 +314,16 @@ class MappedCheckpoint(SourceCheckpoint):
 
     def _pack(self, outcome: MapsOutcome, packing: Packing) -> MapsOutcome:
         """Return the result of the maps packed into files, by one step more that cuts its tensors for them."""
-        last = outcome.steps[-1]
-        packed = packing.pack(outcome.kinds, outcome.manifest.strings)
+        *first, last = outcome.steps
+        packed = packing.pack(outcome.kinds, outcome.manifest.strings, last.mapped.own_types)
+        if packed is not None:
+            last = last.in_own_types
         outcome = outcome._replace(packed=packed, whole=last.planned)
         if packed is None:
             return outcome
         _require_absent(packed.absent, [name for step in outcome.steps for name in step.mapped.left_out])
         parts = parts_of(packed, () if packing.by_file else packed.files, outcome.kinds)
-        steps = (*outcome.steps, self._planned(parts, None, outcome.whole))
+        steps = (*first, last, self._planned(parts, None, outcome.whole))
         manifest = Manifest(self.files.path, self.files.format, steps[-1].tensors, dict(packed.strings))
         outcome = outcome._replace(steps=steps, manifest=manifest)
         if packing.by_file:

@@ -17,6 +17,7 @@ from reshard_mpi.options import OPTIONS
 from reshard_mpi.runs.request import Request
 
 if TYPE_CHECKING:
+    from reshard_mpi.formats.dtypes import DType
     from reshard_mpi.formats.protocol import Packed
     from reshard_mpi.formats.tensor_table import TensorType
     from reshard_mpi.journal.run_records import RunIdentity
@@ -26,11 +27,12 @@ class Packing(NamedTuple):
     """What packs a checkpoint into files.
 
     Attributes:
-        pack: takes the whole tensors and the strings of a checkpoint. None: they stay as they are.
+        pack: takes the whole tensors and the strings of a checkpoint, and `own_types` as of `PackingFormat.packed`.
+            None: they stay as they are.
         by_file: whether the targets are the files that it makes; else the tensors in them are divided anew.
     """
 
-    pack: Callable[[Mapping[str, TensorType], Mapping[str, str]], Packed | None]
+    pack: Callable[[Mapping[str, TensorType], Mapping[str, str], Mapping[str, DType]], Packed | None]
     by_file: bool
 
 
@@ -86,7 +88,7 @@ def model_alone_of(request: Request, source: SourceCheckpoint, format_name: str)
         return None
     from reshard_mpi.mapping.result import model_alone
 
-    return Packing(model_alone, by_file=False)
+    return Packing(lambda kinds, strings, _: model_alone(kinds, strings), by_file=False)
 
 
 def require_target_options(request: Request, format_name: str, most_targets: int) -> None:

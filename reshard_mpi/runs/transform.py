@@ -6,7 +6,8 @@ return. Nothing is written before step 4.
 
 1. `_plan`: each process opens the run and plans its targets (`runs/target_plans`); all check that they agree.
 2. `_check_sources`, with --verify: read the source's sums. A damaged shard is lost, and all is planned without it.
-3. `compare_replicas`: compare replicas that must be the same, and a sample, which shows if the strategy fits.
+3. `compare_replicas`: compare replicas that must be the same, a sample, which shows if the strategy fits, and what a
+   format that packs must find the same.
 4. `_begin`: make the target folder ready.
 5. `Writer.write`: write this process's targets (`runs/target_writer`). A target that fails does not stop the others.
 6. `_commit`, in process 0: commit the targets if all are complete.
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard_mpi.checkpoints.compare_replicas import compare, comparing_bytes
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, ShardError, TransformError
@@ -44,6 +45,9 @@ from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.target_needs import Workload, checking_bytes, require_room
 from reshard_mpi.runs.target_plans import PlanReport, TargetPlans
 from reshard_mpi.runs.target_writer import Writer
+
+if TYPE_CHECKING:
+    from reshard_mpi.runs.mapped_source import MappedCheckpoint
 
 T = TypeVar("T")
 
@@ -227,6 +231,9 @@ def compare_replicas(
             size_bytes, own_bytes = (sum(alike.size_bytes for alike in groups) for groups in (planned.alike, mine))
             progress.begin(ProgressStage("comparing copies", size_bytes), own_bytes)
         compared = together(comm, partial(_compare, plans, planned, mine, comm, memory, progress))
+    view = plans.run.conversion.view
+    if view is not None and view.has_files and request.replicas is not Replicas.ANY:
+        _compare_parts(view, plans, comm, memory, progress)
     return _judged(planned, compared, request.source, strict=request.strict)
 
 
@@ -253,6 +260,28 @@ def _compare(
     conversion.require_one_of_stages(planned.all_differing)
     drift = conversion.drifted_tensors(damaged_are_replaced=request.verify, process=comm.rank, processes=comm.size)
     return ComparisonReport(lost, drift)
+
+
+def _compare_parts(
+    view: MappedCheckpoint, plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress
+) -> None:
+    """Compare parts of tensors of which this process's targets have one, though both must be the same."""
+    from reshard_mpi.runs.compare_parts import compared_bytes, require_same_parts
+
+    files, limits = [rank for rank in plans.own.leads if rank in plans.inputs], plans.run.conversion.limits
+    own_bytes = compared_bytes(view, files)
+    size_bytes = sum(together(comm, lambda: own_bytes))
+    if size_bytes:
+        progress.begin(ProgressStage("comparing weights", size_bytes), own_bytes)
+
+    def compare_own() -> None:
+        if own_bytes:
+            memory.reserve_for_copying(memory.projection.gathering_bytes, f"comparing in {plans.run.request.source}")
+        counted = SliceCounter(progress.moved, own_bytes)
+        require_same_parts(view, files, limits, counted.add)
+        counted.end()
+
+    together(comm, compare_own)
 
 
 def _begin(plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress) -> None:

@@ -133,7 +133,7 @@ def packed_spec(format_name: str, dtype: DType) -> ShardSpec:
     nest = (
         f'{{"dict":[["model",{{"dict":[]}}],["optimizer",{{"dict":[["state",{state}],["param_groups",{groups}]]}}]]}}'
     )
-    packed = module.packed(kinds, {NEST: nest}, PackingOptions())
+    packed = module.packed(kinds, {NEST: nest}, {}, PackingOptions())
     specs = [TensorSpec(part.name, kinds[part.source].dtype, part.box.shape, part.box) for part in packed.files[-1]]
     return ShardSpec(ShardIdentity(len(packed.files) - 1, len(packed.files), ""), specs, packed.strings)
 

@@ -199,6 +199,6 @@ def _parts(source: str, shape: tuple[int, ...], run: OwnRun, rank: int, dtype: s
         place += box.size
 
 
-def whole_part(source: str, shape: tuple[int, ...], file: int) -> Part:
+def whole_part(name: str, shape: tuple[int, ...], file: int) -> Part:
     """Return the part of a file that is a whole tensor, which other files have as well."""
-    return Part(f"{source}@{file}", source, Box.whole(shape), "")
+    return Part(f"{name}@{file}", name, Box.whole(shape), "")

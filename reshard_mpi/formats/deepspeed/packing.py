@@ -34,7 +34,8 @@ from reshard_mpi.formats.deepspeed.torch_forms import (
     nest_of,
 )
 from reshard_mpi.formats.deepspeed.training_tree import IS_PIPELINE
-from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.deepspeed.weight_copies import compared_parts, weights_made_of
+from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest import flatten_tree
 from reshard_mpi.formats.nest.nodes import MODEL, Dict, NestError, NestTensor, Value
@@ -81,13 +82,19 @@ class _NestedTraining(NamedTuple):
         return self.root.get("ds_config")
 
 
-def packed(tensors: Mapping[str, TensorType], strings: Mapping[str, str], options: PackingOptions) -> Packed:
+def packed(
+    tensors: Mapping[str, TensorType],
+    strings: Mapping[str, str],
+    own_types: Mapping[str, DType],
+    options: PackingOptions,
+) -> Packed:
     """Return the files for a number of ranks, as `PackingFormat.packed` says."""
     ranks, stage = options.dp, options.zero_stage
     nest = nest_of(tensors, strings)
-    training, tensors = _training(nest), nest.tensors
-    layout = _layout(training, tensors, ranks, stage)
+    training, tensors, own_types = _training(nest), nest.tensors, nest.of_engine(own_types)
+    layout = _layout(training, tensors, own_types, ranks, stage)
     whole = _whole_in_model(training, layout, tensors)
+    origins = weights_made_of(tensors, layout.shared, own_types)
     of_settings = flatten_tree.flatten(Dict([_SETTINGS, [*training.settings]]), is_nest_tensor).tensors
     files = [
         [
@@ -97,7 +104,8 @@ def packed(tensors: Mapping[str, TensorType], strings: Mapping[str, str], option
         for rank in range(ranks)
     ]
     for rank in range(layout.files - ranks):
-        file = [whole_part(own, tensors[own].shape, ranks + rank) for own in whole]
+        of_file = (whole_part(own, tensors[own].shape, ranks + rank) for own in whole)
+        file = [part._replace(**origins[part.source]._asdict()) if part.source in origins else part for part in of_file]
         if layout.is_sliced:
             file += (part for vector in frozen_vectors(layout, rank) for _, part in vector.parts)
         files.append(file)
@@ -122,7 +130,9 @@ def packed(tensors: Mapping[str, TensorType], strings: Mapping[str, str], option
         notes = (f"parameters without state of the optimizer are taken for not trained: {shortened(untrained)}",)
     absent = tuple(f"{STATE}{own}." for own in untrained)
     equal += training.equal
-    return nest.in_source(Packed(prefix, files, {LAYOUT: layout.as_text()}, equal, notes=notes, absent=absent))
+    compared = compared_parts(layout, tensors, own_types)
+    text = {LAYOUT: layout.as_text()}
+    return nest.in_source(Packed(prefix, files, text, equal, notes=notes, absent=absent, compared=compared))
 
 
 def _optimizer_parts(layout: ZeroLayout, rank: int) -> list[Part]:
@@ -170,7 +180,13 @@ def _no_training(expected: str, got: str) -> TargetError:
     )
 
 
-def _layout(training: _NestedTraining, tensors: Mapping[str, TensorType], ranks: int, stage: int) -> ZeroLayout:
+def _layout(
+    training: _NestedTraining,
+    tensors: Mapping[str, TensorType],
+    own_types: Mapping[str, DType],
+    ranks: int,
+    stage: int,
+) -> ZeroLayout:
     """Return how the training lies in the files. Raises TargetError if a part of it is missing, or cannot lie there."""
     groups = [[_parameter(name, tensors) for name in own] for own in training.groups]
     _require_no_parts_elsewhere(training, [name for own in training.groups for name in own])
@@ -180,8 +196,9 @@ def _layout(training: _NestedTraining, tensors: Mapping[str, TensorType], ranks:
             "each parameter in one group", "one in two groups" if all(groups) else "a group without parameters"
         )
     kinds, counters = _kinds(trained, tensors)
-    buffers, shared = _names(training.root.get("buffer_names")), _shared(training.root.get("shared_params"))
-    lost = next((name for name in (*buffers, *dict(shared)) if MODEL + name not in tensors), None)
+    buffers, shared = _names(training.root.get("buffer_names")), second_names(training.root)
+    named = (*buffers, *(name for pair in shared for name in pair))
+    lost = next((name for name in named if MODEL + name not in tensors), None)
     if lost is not None:
         raise TargetError(
             "buffer_names or shared_params of the source name a tensor that its model does not have",
@@ -210,6 +227,13 @@ def _layout(training: _NestedTraining, tensors: Mapping[str, TensorType], ranks:
     if dtype not in _TYPES or masters:
         raise _no_training(
             f"parameters of type {', '.join(_TYPES)}, and {WEIGHTS} in float32", ", ".join(sorted({dtype, *masters}))
+        )
+    sources = [own.weights for own in trained.values() if own.weights in own_types]
+    wide = next((name for name in sources if own_types[name].name == "float64" and dtype != "float32"), None)
+    if wide is not None:
+        raise _no_training(
+            f"weights in at most 32 bit, or {WEIGHTS} beside them, since {dtype} is to be that rounded",
+            f"{wide} in float64: convert it to fp32 first (--dtype 'model.*=fp32')",
         )
     itemsize_bytes = BY_NAME[dtype].itemsize_bytes
     flat: list[FlatGroupLayout] = []
@@ -305,8 +329,10 @@ def _names(value: Value) -> tuple[str, ...]:
     return tuple(name for name in value if type(name) is str) if type(value) is list else ()
 
 
-def _shared(value: Value) -> tuple[tuple[str, str], ...]:
-    pairs = value.pairs() if type(value) is Dict else ()
+def second_names(root: Dict) -> tuple[tuple[str, str], ...]:
+    """Return the second names of tensors that a training has, each with the first one."""
+    shared = root.get("shared_params")
+    pairs = shared.pairs() if type(shared) is Dict else ()
     return tuple((name, other) for name, other in pairs if type(name) is str and type(other) is str)
 
 

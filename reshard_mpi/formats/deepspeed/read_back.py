@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from reshard_mpi.formats.deepspeed.layout import WEIGHTS
+from reshard_mpi.formats.deepspeed.packing import second_names
 from reshard_mpi.formats.deepspeed.torch_forms import dictionary_of, is_nest_tensor, nest_of
 from reshard_mpi.formats.deepspeed.training_tree import CLIENT_STATE, OF_ENGINE
+from reshard_mpi.formats.deepspeed.weight_copies import weights_made_of
+from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.nest import flatten_tree
 from reshard_mpi.formats.nest.nodes import Dict, NestTensor, Value
 from reshard_mpi.formats.protocol import Packed, Part
@@ -21,7 +24,9 @@ _KEPT = ("model", "optimizer", "scheduler", *OF_ENGINE)
 _FULL = "float32"
 
 
-def as_read(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> Packed | None:
+def as_read(
+    tensors: Mapping[str, TensorType], strings: Mapping[str, str], own_types: Mapping[str, DType]
+) -> Packed | None:
     """Return the whole tensors that files are read as, as `PackingFormat.as_read` says."""
     nest = nest_of(tensors, strings)
     root, tensors = nest.root, nest.tensors
@@ -37,7 +42,9 @@ def as_read(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> Pa
     kept.flat += [CLIENT_STATE, besides]
     named = flatten_tree.flatten(kept, is_nest_tensor).tensors
     parts = [Part(name, own.name, Box.whole(tensors[own.name].shape), own.dtype) for name, own in named]
-    taken = {part.source for part in parts}
+    origins = weights_made_of(tensors, second_names(root), nest.of_engine(own_types))
+    parts = [part._replace(**origins[part.name]._asdict()) if part.name in origins else part for part in parts]
+    taken = {name for part in parts for name in (part.name, part.source)}
     return nest.in_source(Packed("", [parts], {}, left_out=tuple(name for name in tensors if name not in taken)))
 
 

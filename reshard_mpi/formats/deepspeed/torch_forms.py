@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.deepspeed.settings import config_value, type_in
+from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
 from reshard_mpi.formats.nest.nodes import ORDERED_DICT, Call, Dict, Global, NestError, NestTensor, Value
 from reshard_mpi.formats.protocol import Packed
@@ -70,7 +71,13 @@ class EngineNest(NamedTuple):
             equal=[tuple(own[name] for name in names) for names in packed.equal],
             left_out=tuple(own[name] for name in packed.left_out),
             absent=tuple(f"{before}{prefix.removeprefix(optimizer)}" for prefix in packed.absent),
+            compared=[[same.in_source(own) for same in file] for file in packed.compared],
         )
+
+    def of_engine(self, own_types: Mapping[str, DType]) -> Mapping[str, DType]:
+        """Return types of the source's tensors as types of these."""
+        own = self.sources.items()
+        return {name: own_types[source] for name, source in own if source in own_types} if own else own_types
 
 
 def nest_of(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> EngineNest:

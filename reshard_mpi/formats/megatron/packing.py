@@ -14,6 +14,7 @@ from itertools import product
 from typing import NamedTuple
 
 from reshard_mpi.errors import TargetError
+from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.megatron.chunk_names import NamedChunk
 from reshard_mpi.formats.megatron.common_state import common_state
@@ -65,7 +66,12 @@ class _SortedTensors(NamedTuple):
         return moments or dict.fromkeys(self.state.get(FP32, ()))
 
 
-def packed(tensors: Mapping[str, TensorType], strings: Mapping[str, str], options: PackingOptions) -> Packed:
+def packed(
+    tensors: Mapping[str, TensorType],
+    strings: Mapping[str, str],
+    own_types: Mapping[str, DType],
+    options: PackingOptions,
+) -> Packed:
     """Return the files, as `PackingFormat.packed` says."""
     release = options.core_version or DEFAULT_RELEASE
     root = _root(tensors, strings)
