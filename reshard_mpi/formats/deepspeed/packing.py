@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import TargetError
+from reshard_mpi.formats.deepspeed.carried_values import require_places
 from reshard_mpi.formats.deepspeed.flat_groups import round_robin
 from reshard_mpi.formats.deepspeed.layout import (
     LAYOUT,
@@ -125,9 +126,10 @@ def packed(
         for group in layout.groups
         for kind in layout.counters
     ]
-    untrained, notes = training.untrained, tuple[str, ...]()
+    scaler = loss_scaler(training.root.get("scaler"), training.config, layout.dtype)
+    untrained, notes = training.untrained, require_places(training.root, scaler)
     if untrained:
-        notes = (f"parameters without state of the optimizer are taken for not trained: {shortened(untrained)}",)
+        notes += (f"parameters without state of the optimizer are taken for not trained: {shortened(untrained)}",)
     absent = tuple(f"{STATE}{own}." for own in untrained)
     equal += training.equal
     compared = compared_parts(layout, tensors, own_types)
@@ -326,7 +328,7 @@ def _kinds(
 
 
 def _names(value: Value) -> tuple[str, ...]:
-    return tuple(name for name in value if type(name) is str) if type(value) is list else ()
+    return tuple(name for name in value if type(name) is str) if type(value) in (list, tuple) else ()
 
 
 def second_names(root: Dict) -> tuple[tuple[str, str], ...]:

@@ -41,6 +41,7 @@ class ModelStates(NamedTuple):
         data_ranks, model_ranks: how many there are.
         values: everything else, by key.
         starts: where the storages of tensors in `values` begin.
+        odd_keys: those that are no texts, and are left out with their values.
     """
 
     path: str
@@ -54,6 +55,7 @@ class ModelStates(NamedTuple):
     model_ranks: int
     values: Mapping[str, Value]
     starts: Mapping[str, int]
+    odd_keys: Sequence[str] = ()
 
 
 class FlatGroup(NamedTuple):
@@ -149,9 +151,17 @@ def read_model_states(path: str) -> ModelStates:
             model_ranks=_count("mp_world_size", 1 if root.get("ds_version") is None else root.get("mp_world_size")),
             values={key: value for key, value in pairs_of(root) if key not in known},
             starts=content.starts,
+            odd_keys=[*_odd_keys(root, ""), *_odd_keys(module, "module.")],
         )
     except _Contradiction as error:
         raise _unsound(path, error) from None
+
+
+def _odd_keys(value: Value, begin: str) -> Iterator[str]:
+    """Yield the keys of a dictionary that are no texts, in words, behind what leads to them."""
+    for key, _ in value.pairs() if type(value) in (Dict, Call) else ():
+        if type(key) is not str:
+            yield f"{begin}{key!r}"[:80]
 
 
 def read_optimizer_states(path: str) -> OptimizerStates:

@@ -98,6 +98,7 @@ def read_ranks(folder: str, files: TagFiles, *, is_universal: bool = False) -> R
     if beyond:
         raise _other_save(f"{counted(len(of_models), 'file')} *_model_states.pt", first.path, beyond[0], folder)
     notes = (*_differing([*models.values()]), *_differing([*optimizers.values()]), *_unread(optimizers))
+    notes += tuple(f"{key} of {Path(first.path).name}: a key that is no text" for key in first.odd_keys)
     if files.expert_optimizers:
         shown = shortened([*files.expert_optimizers.values()])
         notes += (f"{shown}: the optimizer of experts without ZeRO, which does not say whose elements lie where",)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from reshard_mpi.formats.deepspeed.carried_values import KEPT
 from reshard_mpi.formats.deepspeed.layout import WEIGHTS
 from reshard_mpi.formats.deepspeed.packing import second_names
 from reshard_mpi.formats.deepspeed.torch_forms import dictionary_of, is_nest_tensor, nest_of
-from reshard_mpi.formats.deepspeed.training_tree import CLIENT_STATE, OF_ENGINE
+from reshard_mpi.formats.deepspeed.training_tree import CLIENT_STATE
 from reshard_mpi.formats.deepspeed.weight_copies import weights_made_of
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.nest import flatten_tree
@@ -20,7 +21,6 @@ from reshard_mpi.formats.protocol import Packed, Part
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.sharding.box import Box
 
-_KEPT = ("model", "optimizer", "scheduler", *OF_ENGINE)
 _FULL = "float32"
 
 
@@ -37,7 +37,7 @@ def as_read(
         if key == CLIENT_STATE and type(value) is Dict:
             besides.flat += value.flat
         else:
-            to = kept if key in _KEPT else besides
+            to = kept if key in KEPT else besides
             to.flat += [key, _optimizer(value, root, tensors) if key == "optimizer" else value]
     kept.flat += [CLIENT_STATE, besides]
     named = flatten_tree.flatten(kept, is_nest_tensor).tensors
