@@ -36,7 +36,7 @@ class MapStep(NamedTuple):
 
     @property
     def in_own_types(self) -> MapStep:
-        """The step without `--dtype`, which only what is made of its tensors has then."""
+        """The step without `--dtype`: another one after it gives tensors these types."""
         mapped, plan = self.mapped.in_own_types, self.plan
         rank = min(plan.read_ranks, default=0)
         tensors = MappedTensors(self.tensors.path, mapped, plan.tensors, rank, plan.holes)

@@ -265,7 +265,7 @@ def _compare(
 def _compare_parts(
     view: MappedCheckpoint, plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress
 ) -> None:
-    """Compare parts of tensors of which this process's targets have one, though both must be the same."""
+    """Compare parts of tensors that must be the same, since this process's targets have only one of both."""
     from reshard_mpi.runs.compare_parts import compared_bytes, require_same_parts
 
     files, limits = [rank for rank in plans.own.leads if rank in plans.inputs], plans.run.conversion.limits
