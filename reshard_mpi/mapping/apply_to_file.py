@@ -77,7 +77,7 @@ def applied_to_file(
         choice, like: of what the last makes.
 
     In a whole training whose optimizer goes by names, maps see the names below `model.` unless they fit all names as
-    they are.
+    they are; so they do in one that the target is to be like.
     """
     if not rules:
         training = NO_TRAINING
@@ -96,27 +96,31 @@ def applied_to_file(
     if source.nest is not None:
         inventory = {name: inventory[name] for name in in_order(source.nest, inventory, source.path)}
     training = _training(choice, inventory, source)
-    is_below = like is None and _goes_by_names_below(source, training)
+    is_below = _goes_by_names_below(source.nest, training)
+    below = training._replace(prefix=MODEL) if is_below else training
+    like_below = like
+    if like is not None and _goes_by_names_below(like.nest, like.training):
+        like_below = like.below(MODEL)
     try:
         return _mapped(rules, choice, inventory, source, training, forward, like)
     except MapError as error:
-        if not is_below:
+        if below is training and like_below is like:
             raise
         as_they_are = error
     try:
-        return _mapped(rules, choice, inventory, source, training._replace(prefix=MODEL), forward, None, is_below=True)
+        return _mapped(rules, choice, inventory, source, below, forward, like_below, is_below=like is None)
     except UnfitMapError:
         if isinstance(as_they_are, UnfitMapError):
             raise
         raise as_they_are from None
 
 
-def _goes_by_names_below(source: SourceTree, training: Training) -> bool:
-    """Tell whether a source is a whole training whose optimizer, if any, has the names of parameters below `model.`."""
-    if not is_whole_training(source.nest):
+def _goes_by_names_below(nest: str | None, training: Training) -> bool:
+    """Tell whether a nest is a whole training whose optimizer, if any, has the names of parameters below `model.`."""
+    if not is_whole_training(nest):
         return False
-    optimizers = _optimizers(source, training)
-    return not optimizers or any(optimizer.form is Form.NAMES for optimizer in optimizers)
+    optimizers = _optimizers_of(nest, training)
+    return not optimizers or any(optimizer.form in (Form.NAMES, Form.FLAT) for optimizer in optimizers)
 
 
 def _mapped(
@@ -219,7 +223,11 @@ def _told_of_order(training: Training, path: str) -> Iterator[str]:
 
 
 def _optimizers(source: SourceTree, training: Training) -> list[Optimizer]:
-    nodes = [] if source.nest is None else optimizers_of(parsed(source.nest).root, training)
+    return _optimizers_of(source.nest, training)
+
+
+def _optimizers_of(nest: str | None, training: Training) -> list[Optimizer]:
+    nodes = [] if nest is None else optimizers_of(parsed(nest).root, training)
     return [optimizer for _, optimizer in nodes]
 
 

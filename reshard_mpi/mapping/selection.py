@@ -14,7 +14,7 @@ from reshard_mpi.formats.nest.join_stages import BY_GROUP
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.direction import MAX_NAMED, Direction, Inventory, TemplateShapes
 from reshard_mpi.mapping.equations import NamePattern
-from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training
+from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training, named_tensors
 from reshard_mpi.mapping.optimizer_state import is_named_as_state, owned_by, owners, owners_in_part
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY
 from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, Pads
@@ -206,6 +206,17 @@ class TargetTemplate(NamedTuple):
     # names of the model's tensors begin with
     named: Mapping[str, str] = MappingProxyType({})
     training: Training = NO_TRAINING  # where these come from
+
+    def below(self, prefix: str) -> TargetTemplate:
+        """Return the same with a model whose names begin so, which they do not for maps. Raises MapError."""
+        in_file = {self.named.get(name, name): shape for name, shape in self.shapes.items()}
+        training = self.training._replace(prefix=prefix)
+        named = named_tensors(training, in_file, self.path, is_stripped=True)
+        return self._replace(
+            shapes={name: in_file[other] for name, other in named.items()},
+            named={name: other for name, other in named.items() if name != other},
+            training=training,
+        )
 
 
 def require_alike(shapes: Mapping[str, Shape], like: TargetTemplate) -> None:

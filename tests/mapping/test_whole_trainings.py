@@ -121,3 +121,74 @@ def test_a_model_without_an_optimizer_keeps_its_names(tmp_path: Path) -> None:
     """A model of transformers may have a part called `model`, so the key alone tells nothing."""
     source = {"model": training()["model"], "epoch": 3}
     assert held(converted(tmp_path, source, to="hf")).keys() == {f"model.{name}" for name in (*WEIGHTS, "scale")}
+
+
+def template(form: str) -> Any:
+    """Return a checkpoint of the network that the renaming leads to, in one of torch's forms, with other values."""
+    renamed = [*RENAMED.values()]
+    shapes = {new: WEIGHTS[name].shape for name, new in RENAMED.items()}
+    model = {
+        **{name: tensor(np.zeros(shape, np.float32)) for name, shape in shapes.items()},
+        "scale": tensor(np.zeros(2)),
+    }
+    states = [
+        {"step": tensor(np.float32(0)), "exp_avg": tensor(np.zeros(shape, np.float32))} for shape in shapes.values()
+    ]
+    if form == "bare":
+        return model
+    keys: list[Any] = [*range(3)] if form == "numbers" else renamed
+    groups = [{"lr": 9.0, "params": keys}]
+    names = {"param_names": renamed} if form == "numbers" else {}
+    optimizer: Any = {"state": dict(zip(keys, states)), "param_groups": [{**groups[0], **names}]}
+    if form == "flat":
+        optimizer = {
+            f"state.{name}.{key}": own for name, state in zip(renamed, states) for key, own in state.items()
+        } | {f"param_groups.{name}.lr": 9.0 for name in renamed}
+    return {"model": model} if form == "model" else {"model": model, "optimizer": optimizer, "epoch": 0}
+
+
+@pytest.mark.parametrize("form", ["names", "numbers", "flat", "model", "bare"])
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_the_target_is_nested_like_a_checkpoint(tmp_path: Path, form: str, direction: str) -> None:
+    """Numbers and names are those of that checkpoint; settings of groups, and other values, are the source's."""
+    torch_peer.save(tmp_path / "like.pt", template(form))
+    sides = RENAMING.split(" <=> ")
+    equation = " <=> ".join(sides if direction == "forward" else sides[::-1])
+    options: dict[str, Any] = {"map": equation, direction: True, "like": tmp_path / "like.pt", "to": "torch"}
+    has_state = form not in ("model", "bare")
+    options["exclude"] = ["client_state.seen", *([] if has_state else ["optimizer.*"])]
+    loaded = torch_peer.load(converted(tmp_path, training(), **options) / "rank_0/checkpoint_0.pt")
+    model = loaded if form == "bare" else loaded["model"]
+    expected = template(form)
+    assert [*loaded] == [*expected]
+    for number, (name, new) in enumerate(RENAMED.items()):
+        array = WEIGHTS[name]
+        assert torch_peer.sample_of("", model[new]).content == array.tobytes()
+        if has_state and form != "flat":
+            state = loaded["optimizer"]["state"][number if form == "numbers" else new]
+            assert torch_peer.sample_of("", state["exp_avg"]).content == (array * 10).tobytes()
+        elif has_state:
+            own = loaded["optimizer"][f"state.{new}.exp_avg"]
+            assert torch_peer.sample_of("", own).content == (array * 10).tobytes()
+            assert loaded["optimizer"][f"param_groups.{new}.lr"] == 0.1
+    if has_state and form != "flat":
+        assert [group["lr"] for group in loaded["optimizer"]["param_groups"]] == [0.1]
+
+
+def test_numbers_become_names_like_a_checkpoint(tmp_path: Path) -> None:
+    source = training()
+    states = source["optimizer"]["state"]
+    source["optimizer"]["state"] = dict(enumerate(states.values()))
+    source["optimizer"]["param_groups"][0] |= {"params": [0, 1, 2], "param_names": [*states]}
+    torch_peer.save(tmp_path / "like.pt", template("names"))
+    options: dict[str, Any] = {"map": RENAMING, "like": tmp_path / "like.pt", "to": "torch"}
+    dst = converted(tmp_path, source, exclude=["client_state.seen"], **options)
+    loaded = torch_peer.load(dst / "rank_0/checkpoint_0.pt")
+    assert loaded["optimizer"]["param_groups"] == [{"lr": 0.1, "params": [*RENAMED.values()]}]
+    assert {*loaded["optimizer"]["state"]} == {*RENAMED.values()}
+
+
+def test_what_the_checkpoint_lacks_is_named_with_what_helps(tmp_path: Path) -> None:
+    torch_peer.save(tmp_path / "like.pt", template("model"))
+    with pytest.raises(MapError, match=r"not in it: .*optimizer\.state[\s\S]*--exclude"):
+        converted(tmp_path, training(), map=RENAMING, like=tmp_path / "like.pt", to="torch")
