@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
-from support import deepspeed_peer, deepspeed_slices
+from support import deepspeed_peer, deepspeed_slices, torch_peer
 from support.command_line import done, run_here
 from support.deepspeed_peer import Content, Form, Spoil, require_read
 from support.deepspeed_slices import Cut, Sliced, odd_info
@@ -119,6 +119,35 @@ def test_words_that_stages_of_a_pipeline_share(tmp_path: Path) -> None:
         assert {own: opened[own][...].tobytes() for own in opened} == {
             own: sample.content for own, sample in expected.items()
         }
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("what", ["copies", "other values", "other shapes", "a weight"])
+def test_a_universal_folder_of_slices_has_the_buffers_of_its_ranks(tmp_path: Path, stage: int, what: str) -> None:
+    """ds_to_universal.py leaves them in the files of ranks, where each has all of them."""
+    training = deepspeed_peer.training({"a.w": (4, 6)}, buffers={"scale": np.arange(3, dtype=np.float32)})
+    half = deepspeed_peer.training({"a.w": (2, 6)}, buffers=training.buffers)
+    form = Form(stage, 2)
+    tag = deepspeed_peer.write_universal(tmp_path, training, form)
+    for path in tag.glob("*_model_states.pt"):
+        path.unlink()
+    for rank in range(2):
+        for name, content in deepspeed_peer.contents(half, form):
+            if "model_states" in name:
+                content["mp_world_size"] = 2
+                if rank and what != "copies":
+                    other = np.arange(4 if what == "other shapes" else 3, dtype=np.float32)[::-1].copy()
+                    key = "more.w" if what == "a weight" else "scale"
+                    content["module"][key] = torch_peer.tensor(deepspeed_peer.sample(other), "new")
+                deepspeed_peer.save(tag / name.replace("mp_rank_00", f"mp_rank_{rank:02d}"), content)
+    if what == "copies":
+        with reshard_mpi.open(tmp_path) as opened:
+            assert opened["model.scale"][...].tolist() == [0, 1, 2]
+            assert opened["optimizer.state.a.w.exp_avg"][...].tobytes() == training.state["exp_avg"]["a.w"].tobytes()
+        return
+    said = run_here("transform", tmp_path, tmp_path / "out")
+    assert said.code == 3 and not (tmp_path / "out").exists()
+    assert ("'more.w'" if what == "a weight" else "scale") in said.err
 
 
 def changed_slice(rank: int, name: str, change: Any) -> Spoil:

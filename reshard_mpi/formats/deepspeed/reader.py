@@ -113,22 +113,42 @@ def _universal(states: RankStates, weights: Mapping[str, Value], folder: str) ->
 def _of_several_ranks(states: RankStates, read: UniversalStates, folder: str) -> Iterator[tuple[str, TensorPieces]]:
     """Yield the tensors of a model whose files hold slices, or some layers each: the optimizer has them whole.
 
-    Raises ShardError for a parameter that is not trained, since no file has it whole.
+    Buffers are whole in all files, and listed with their copies. Raises ShardError for a parameter that is not trained,
+    since no file has it whole.
     """
     dtype = type_in(states.first.values.get("ds_config"))
     nothing = TensorPieces(dtype, (0,), ())
     yield from dict.fromkeys(read.trained, nothing).items()
     yield from read.besides.items()
+    buffers: dict[str, TensorPieces] = {}
     for model in states.models.values():
-        others = (model.module or {}).keys() - read.trained.keys() - read.besides.keys() - model.shared.keys()
+        tensors = model.module or {}
+        for name in model.buffers:
+            own = tensors.get(name)
+            if type(own) is HeldTensor and name not in read.besides:
+                first = buffers.setdefault(name, own.whole._replace(pieces=()))
+                if (own.dtype, own.shape) == (first.dtype, first.shape):
+                    buffers[name] = first._replace(pieces=(*first.pieces, *own.whole.pieces))
+    yield from buffers.items()
+    for model in states.models.values():
+        known = {*read.trained, *read.besides, *model.shared, *buffers}
+        others = [
+            name
+            for name, own in (model.module or {}).items()
+            if name not in known or (name in buffers and _is_unlike(own, buffers[name]))
+        ]
         if others:
             raise ShardError(
                 "a universal checkpoint of DeepSpeed has tensors that are in files of tensor-parallel ranks alone",
                 expected="all of them below zero/",
-                got=f"{len(others)} others, such as {min(others)!r}",
+                got=f"{len(others)} others, or of several shapes, such as {min(others)!r}",
                 where=folder,
                 remedy="load it with the training's own framework, and save it whole",
             )
+
+
+def _is_unlike(tensor: Value, other: TensorPieces) -> bool:
+    return type(tensor) is not HeldTensor or (tensor.dtype, tensor.shape) != (other.dtype, other.shape)
 
 
 def _weights(
