@@ -143,6 +143,7 @@ def test_another_type_for_the_model_does_not_round_the_only_copy(tmp_path: Path,
     content, weights = training("float32", has_copies=False)
     written(tmp_path, saved(tmp_path, content), stage, dtype=f"model.*={dtype}", verify=True)
     require_weights(tmp_path / "out", {"bf16": "bfloat16", "fp16": "float16"}[dtype], weights)
+    assert not reshard_mpi.verify(tmp_path / "x.pt", tmp_path / "out").warnings
 
 
 @STAGES
@@ -154,6 +155,7 @@ def test_weights_in_another_type_are_made_of_their_copies(tmp_path: Path, stage:
     content["shared_params"] = {"head": "b.weight"}
     written(tmp_path, saved(tmp_path, content), stage, dtype=f"model.*={dtype}")
     require_weights(tmp_path / "out", {"fp16": "float16", "fp32": "float32"}[dtype], weights)
+    assert not reshard_mpi.verify(tmp_path / "x.pt", tmp_path / "out").warnings
     content["model"]["a.weight"] = tensor(weights["a.weight"] + 1, "bfloat16")
     with pytest.raises(DisagreementError, match=r"a\.weight"):
         written(tmp_path, saved(tmp_path, content), stage, dtype=f"model.*={dtype}", overwrite=True)
@@ -169,6 +171,7 @@ def test_what_is_told_for_weights_of_several_types_rounds_no_only_copy(tmp_path:
     refused(tmp_path, source, stage, TargetError, r"--dtype 'model.\*=TYPE'")
     written(tmp_path, source, stage, dtype=f"model.*={dtype}")
     require_weights(tmp_path / "out", {"bf16": "bfloat16", "fp32": "float32"}[dtype], weights)
+    assert not reshard_mpi.verify(source, tmp_path / "out").warnings
 
 
 @STAGES
