@@ -89,7 +89,9 @@ def _open_folder(
     """Open a checkpoint that lists its own pieces."""
     if known_damage:  # its files belong to one rank, so no other has the same
         raise known_damage[min(known_damage)].with_traceback(None)
-    if strategy is not None:
+    if strategy is not None and formats.info(files.format).joins_by_strategy:
+        files = files._replace(strategy=strategy)
+    elif strategy is not None:
         raise SourceError(
             "a strategy is given for a checkpoint that lists its own pieces",
             expected="its index alone, which says where everything lies",

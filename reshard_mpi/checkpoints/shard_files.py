@@ -24,6 +24,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.provenance import FirstLooks, Sources
 from reshard_mpi.journal.record_files import STATE
 from reshard_mpi.planning.source_flaws import ModifiedShard
+from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import counted, natural_key, ranges
 
 # A strategy file kept beside the shards may end in .ckpt too; it begins with the number field `current_stage`, a
@@ -55,6 +56,7 @@ class ShardFiles(NamedTuple):
     # whether the run that wrote the files has recorded how they are cut, so that they say it as much as files that
     # describe themselves
     is_recorded: bool = False
+    strategy: Strategy | None = None  # by which slices in the files of a folder join, where these need one
     looks: FirstLooks | None = None  # of the files, each before anything was read of it; None: nobody asks for them
 
     def locate(self, path: str, like: Manifest | None = None) -> Manifest:

@@ -250,7 +250,8 @@ def locate(files: ShardFiles, rank: int, like: Manifest | None = None) -> Manife
     folder_format = formats.folder_by_name(files.format)
     if files.is_folder and folder_format is not None:
         files.look(*files.by_rank[rank])
-        manifests = [folder_format.open_folder(folder)[rank] for folder in files.folders or (files.path,)]
+        joining = () if files.strategy is None else (files.strategy,)
+        manifests = [folder_format.open_folder(folder, *joining)[rank] for folder in files.folders or (files.path,)]
     else:
         manifests = [files.locate(path, like) for path in files.by_rank[rank]]
     if len(manifests) == 1:

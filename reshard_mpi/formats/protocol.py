@@ -107,7 +107,7 @@ class FolderFormat(Format, Protocol):
         """Return the tensors of the checkpoint by rank: as a rule rank 0 has all, whole, as `ChunkedTensors`.
 
         Raises ShardError if it is damaged. Files that are missing or damaged are named in `ChunkedTensors.missing`,
-        and none of their pieces are listed.
+        and none of their pieces are listed. A format that `joins_by_strategy` takes a strategy besides.
         """
 
     def file_name(self, target_rank: int, targets: int, prefix: str) -> str:

@@ -70,6 +70,7 @@ class FormatInfo(NamedTuple):
     split_by_size: bool = False  # a checkpoint is a full one, in files that are filled up to a size
     # of a whole training only the model is kept, whose tensors have names without the `model.` before them
     holds_model_alone: bool = False
+    joins_by_strategy: bool = False  # a source strategy may say how slices in its files join, which these may not say
     packs: bool = False  # files have parts of tensors as its framework lays them out (`protocol.PackingFormat`)
     names_parts: bool = False  # which its files list by name, so that each file can be compared with its parts
     needs: tuple[str, ...] = ()  # names of options that its targets need, and no others take
@@ -239,6 +240,7 @@ _BUILT_IN = (
         pointer_files=("latest", "latest_universal"),
         pointers_are_common=True,
         is_folder=True,
+        joins_by_strategy=True,
         packs=True,
         needs=("dp", "zero_stage"),
         has_crc=True,

@@ -278,3 +278,72 @@ def test_what_is_refused(tmp_path: Path, what: str) -> None:
     assert said.code == 3 and not (tmp_path / "out").exists(), said
     assert said.err.count("error:") == 1 and "Traceback" not in said.err
     assert "where: " in said.err and "what to do: " in said.err and all(word in said.err for word in words), said.err
+
+
+SPEC = """
+mesh = { tensor = 2 }
+
+[[parameter]]
+match = "model.a.w"
+split = { 1 = ["tensor"] }
+
+[[parameter]]
+match = ["qkv.w", "*.odd.b"]
+split = { 0 = ["tensor"] }
+sizes = { 0 = [5, 4] }
+
+[[parameter]]
+match = "*.words.w"
+split = { 0 = ["tensor"] }
+"""
+PLACED = {"a.w": (4, 6), "norm.w": (6,), "qkv.w": (9, 2), "words.w": (6, 2)}
+BY_SPEC = {"a.w": Cut("row"), "norm.w": Cut("replicated"), "qkv.w": Cut("column"), "words.w": Cut("column")}
+
+
+def placed(folder: Path, form: Form, **named: Any) -> Sliced:
+    """Write a training that two ranks have cut as SPEC says, and the spec, without an info."""
+    training = deepspeed_peer.training(PLACED, buffers={"n": np.arange(3)}, **named)
+    cut = deepspeed_slices.sliced(training, BY_SPEC, 2)
+    deepspeed_slices.write(folder / "save", cut, form, without_info)
+    (folder / "spec.toml").write_text(SPEC)
+    return cut
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_strategy_of_the_user_says_how_slices_join(tmp_path: Path, stage: int) -> None:
+    form = Form(stage, 3)
+    whole = placed(tmp_path, form).whole
+    asked: dict[str, Any] = {"src_strategy": tmp_path / "spec.toml"}
+    report = reshard_mpi.transform(tmp_path / "save", tmp_path / "torch", to="torch", verify=True, **asked)
+    assert any("as the source strategy says" in note for note in report.notes)
+    expected = deepspeed_peer.expected(whole, form)
+    with reshard_mpi.open(tmp_path / "save", **asked) as opened:
+        assert {name: opened[name][...].tobytes() for name in opened} == {
+            name: own.content for name, own in expected.items()
+        }
+    reshard_mpi.transform(tmp_path / "save", tmp_path / "out", to="deepspeed", dp=2, zero_stage=stage, **asked)
+    require_read(tmp_path / "out", whole, form)
+    reshard_mpi.verify(tmp_path / "save", tmp_path / "out", **asked)
+
+
+ODD_SPECS = {
+    "other ranks": (SPEC.replace("2", "3", 1).replace("[5, 4]", "[3, 3, 3]"), "a mesh of 2 ranks"),
+    "other sizes": (SPEC.replace("[5, 4]", "[4, 5]"), "'qkv.w'"),
+    "a slice for a copy": (SPEC.replace("*.words.w", "none"), "'model.words.w'"),
+}
+
+
+@pytest.mark.parametrize("what", ODD_SPECS)
+def test_a_strategy_that_is_not_the_one_of_the_ranks_is_refused(tmp_path: Path, what: str) -> None:
+    placed(tmp_path, Form(2, 2))
+    spec, words = ODD_SPECS[what]
+    (tmp_path / "spec.toml").write_text(spec)
+    said = run_here("transform", tmp_path / "save", tmp_path / "out", "--src-strategy", tmp_path / "spec.toml")
+    assert said.code == 3 and words in said.err and not (tmp_path / "out").exists(), said.err
+
+
+def test_a_strategy_without_slices_is_refused(tmp_path: Path) -> None:
+    deepspeed_peer.write(tmp_path / "save", deepspeed_peer.training(PLACED), Form(2, 2))
+    (tmp_path / "spec.toml").write_text(SPEC)
+    said = run_here("transform", tmp_path / "save", tmp_path / "out", "--src-strategy", tmp_path / "spec.toml")
+    assert said.code == 3 and "leave that strategy out" in said.err

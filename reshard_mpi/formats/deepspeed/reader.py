@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from reshard_mpi.errors import ShardError
+from reshard_mpi.errors import ShardError, SourceError
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.deepspeed.file_names import PARAMETERS, Ranks, TagFiles, sorted_files
 from reshard_mpi.formats.deepspeed.flat_groups import SizeError, in_slices
@@ -20,7 +20,7 @@ from reshard_mpi.formats.deepspeed.rank_files import LAYOUT_KEYS, named_tensors
 from reshard_mpi.formats.deepspeed.ranks import RankStates, read_ranks
 from reshard_mpi.formats.deepspeed.settings import type_in
 from reshard_mpi.formats.deepspeed.slice_rules import read_rules
-from reshard_mpi.formats.deepspeed.tensor_parallel import JOINED, joined
+from reshard_mpi.formats.deepspeed.tensor_parallel import JOINED, JOINED_BY_STRATEGY, joined
 from reshard_mpi.formats.deepspeed.training_tree import DeepSpeedTraining, arranged
 from reshard_mpi.formats.deepspeed.universal import UniversalStates, files_of_parameters, read_universal
 from reshard_mpi.formats.deepspeed.unlisted_shapes import with_shapes
@@ -32,6 +32,7 @@ from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorTyp
 from reshard_mpi.formats.torch.framework_files import read_content
 from reshard_mpi.formats.torch.tensor_pieces import FlatVector, HeldTensor, TensorPieces, held
 from reshard_mpi.formats.torch.tensors import StoredTensor, is_tensor
+from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import natural_key
 
 NAME = "deepspeed"
@@ -53,17 +54,28 @@ def _is_universal(folder: str) -> bool:
     return source_files.is_folder(Path(folder, PARAMETERS))
 
 
-def open_folder(folder: str) -> dict[int, Manifest]:
+def open_folder(folder: str, strategy: Strategy | None = None) -> dict[int, Manifest]:
     """Return the whole tensors of the checkpoint, and everything else that it has as the text of a nest.
 
+    Args:
+        strategy: by which tensor-parallel ranks have cut parameters, if the user gives one.
+
     Raises ShardError if a file is missing, not sound, or contradicts others; DisagreementError if files are of several
-    saves.
+    saves; SourceError for a strategy that is not of these ranks.
     """
     files = sorted_files(source_files.names(folder), folder)
     is_universal = _is_universal(folder)
     states = read_ranks(folder, files, is_universal=is_universal)
     parts = 1 if is_universal else _tensor_parallel_ranks(states, files)
-    rules = read_rules(states, files, parts, folder) if parts > 1 else None
+    if strategy is not None and parts == 1:
+        raise SourceError(
+            "a strategy is given for a DeepSpeed checkpoint that has no slices of tensor-parallel ranks",
+            expected="its files alone, which say where everything lies",
+            got=strategy.origin,
+            where=folder,
+            remedy="leave that strategy out",
+        )
+    rules = read_rules(states, files, parts, folder, strategy) if parts > 1 else None
     weights = [dict(_weights(states, files, folder, range(part, states.model_ranks, parts))) for part in range(parts)]
     if states.optimizers and states.first.shapes is None:
         states = with_shapes(states, weights)
@@ -79,7 +91,7 @@ def open_folder(folder: str) -> dict[int, Manifest]:
             training = training._replace(settings=lead.settings, values=lead.values, starts=lead.starts, path=lead.path)
     manifest = arranged(training, folder, states.notes)
     of_first = (_OF_FIRST,) if states.is_sliced and states.first.data_ranks > 1 and states.first.buffers else ()
-    of_slices = (JOINED,) if parts > 1 else ()
+    of_slices = (JOINED if strategy is None else JOINED_BY_STRATEGY,) if parts > 1 else ()
     of_groups = (_NO_SETTINGS,) if training.trained and not training.settings else ()
     return {0: manifest._replace(notes=(_NOT_KEPT, *of_first, *of_slices, *of_groups))}
 

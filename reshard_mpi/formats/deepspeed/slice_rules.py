@@ -21,11 +21,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from reshard_mpi.errors import DisagreementError, ShardError
+from reshard_mpi.errors import DisagreementError, ShardError, SourceError
 from reshard_mpi.formats.deepspeed.file_names import TagFiles
 from reshard_mpi.formats.deepspeed.ranks import RankStates
 from reshard_mpi.formats.nest.nodes import Dict, Value
 from reshard_mpi.formats.torch.framework_files import pairs_of, text_of
+from reshard_mpi.sharding.strategy import Strategy
 
 INFO = "universal_checkpoint_info"
 REPLICATED, AVERAGED = "tp_replicated_parameter_patterns", "parameter_to_average_patterns"
@@ -75,6 +76,7 @@ class SliceRules(NamedTuple):
         patterns: of each kind of parameters; sub_parameters: the rules for those.
         maps: for patterns of AutoTP, where pieces lie; unsupported: why slices of such parameters do not join.
         vocabulary: how many rows are no padding.
+        strategy: by which slices join instead of all of these, if the user gives one.
     """
 
     path: str
@@ -84,6 +86,16 @@ class SliceRules(NamedTuple):
     maps: Sequence[tuple[ParameterPattern, Value]]
     unsupported: Sequence[tuple[ParameterPattern, Value]]
     vocabulary: int | None
+    strategy: Strategy | None = None
+
+    @property
+    def where(self) -> str:
+        """What says these rules, for errors."""
+        return f"{self.path} ({INFO})" if self.strategy is None else f"{self.path} and {self.strategy.origin}"
+
+    @property
+    def remedy(self) -> str:
+        return REMEDY if self.strategy is None else "give the strategy by which tensor-parallel ranks have cut it"
 
     def require_few_tries(self, names: Sequence[str]) -> None:
         """Raise ShardError if the expressions can be tried on these names in more ways than is reasonable."""
@@ -104,24 +116,35 @@ class SliceRules(NamedTuple):
         return bool(matching)
 
 
-def read_rules(states: RankStates, files: TagFiles, ranks: int, folder: str) -> SliceRules:
+def read_rules(
+    states: RankStates, files: TagFiles, ranks: int, folder: str, strategy: Strategy | None = None
+) -> SliceRules:
     """Return the rules by which slices in a checkpoint of several tensor-parallel ranks join.
 
     Args:
         ranks: how many tensor-parallel ranks there are.
+        strategy: by which these have cut parameters, if the user gives one.
 
     Raises ShardError if it says nothing, or what cannot be understood; DisagreementError if ranks say different things.
     """
     first = states.first
     info = first.values.get(INFO)
     what = "of" if first.module is not None else "of a pipeline with"
-    if type(info) is not Dict:
+    if strategy is not None and strategy.world_size != ranks:
+        raise SourceError(
+            "the source strategy is not one of the tensor-parallel ranks of a DeepSpeed checkpoint",
+            expected=f"a mesh of {ranks} ranks, without ZeRO's data-parallel ones and the stages of a pipeline",
+            got=f"{strategy.world_size} ranks",
+            where=f"{folder} and {strategy.origin}",
+            remedy="give the strategy by which tensor-parallel ranks have cut it",
+        )
+    if type(info) is not Dict and strategy is None:
         raise ShardError(
             f"a DeepSpeed checkpoint {what} {ranks} tensor-parallel ranks is not read",
-            expected=f"{INFO} in it, which says how slices of parameters join",
+            expected=f"{INFO} in it, which says how slices of parameters join, or --src-strategy, which says so",
             got=f"files of several ranks with slices of the same parameters, and no {INFO}",
             where=folder,
-            remedy="load it with the training's own framework, and save it whole",
+            remedy="give a strategy of these ranks, or load it with the training's own framework, and save it whole",
         )
     if states.model_ranks % ranks:
         raise ShardError(
@@ -139,6 +162,9 @@ def read_rules(states: RankStates, files: TagFiles, ranks: int, folder: str) -> 
             where=folder,
             remedy="load it with the training's own framework, and save it whole",
         )
+    if strategy is not None:
+        return SliceRules(first.path, ranks, {}, (), (), (), None, strategy)
+    assert type(info) is Dict
     for other in states.models.values():
         if text_of(other.values.get(INFO)) != text_of(info):
             raise DisagreementError(

@@ -11,13 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from reshard_mpi.errors import ShardError
+from reshard_mpi.errors import LayoutError, ShardError
 from reshard_mpi.formats.deepspeed.parameters import TrainedParameter
 from reshard_mpi.formats.deepspeed.slice_rules import (
     AVERAGED,
     HALVES,
     INFO,
-    REMEDY,
     REPLICATED,
     ROW,
     UNSUPPORTED,
@@ -30,10 +29,13 @@ from reshard_mpi.formats.deepspeed.slice_rules import (
 from reshard_mpi.formats.deepspeed.training_tree import DeepSpeedTraining
 from reshard_mpi.formats.deepspeed.unlisted_shapes import TIED
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, Location, Reduced, StridedView
-from reshard_mpi.formats.nest.nodes import Dict, Value
+from reshard_mpi.formats.nest.nodes import MODEL, Dict, Value
 from reshard_mpi.formats.torch.tensor_pieces import TensorPieces
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.layout import Layout, fitted_to_part
+from reshard_mpi.sharding.strategy import Strategy
 
+JOINED_BY_STRATEGY = "slices of tensor-parallel ranks are joined as the source strategy says"
 JOINED = f"slices of tensor-parallel ranks are joined as {INFO} says, which is not carried over"
 
 _Shape = tuple[int, ...]
@@ -57,6 +59,8 @@ class _SliceLayout(NamedTuple):
 
 def _layout_of(rules: SliceRules, name: str, shapes: Sequence[_Shape]) -> _SliceLayout:
     """Return how the slices of a parameter join. shapes: of each rank's. Raises ShardError if they do not."""
+    if rules.strategy is not None:
+        return _by_strategy(rules, rules.strategy, name, shapes)
     for pattern, why in rules.unsupported:
         if pattern.matches(name):
             raise _not_joined(rules, name, "a parameter that can be converted", f"{UNSUPPORTED}: {why}")
@@ -83,6 +87,31 @@ def _layout_of(rules: SliceRules, name: str, shapes: Sequence[_Shape]) -> _Slice
             raise _not_joined(rules, name, f"slices that join along dimension {dim}", _shown(shapes))
         layout = _in_bands(rules, name, shapes, dim, [[shape[dim] for shape in shapes]])
     return _without_padding(rules, name, layout) if rules.has(VOCABULARY, name) else layout
+
+
+def _by_strategy(rules: SliceRules, strategy: Strategy, name: str, shapes: Sequence[_Shape]) -> _SliceLayout:
+    """Return how slices join that a strategy places; what it does not list all ranks have whole."""
+    placements = strategy.find(MODEL + name) or strategy.find(name)
+    if not placements:
+        return _copies(rules, name, shapes)
+    placement = fitted_to_part(placements[0], shapes[0])
+    if not placement.split:
+        return _copies(rules, name, shapes)
+    pieces = [placement.piece(rank).slices for rank in range(rules.ranks)]
+    sizes: list[dict[int, int]] = [{} for _ in shapes[0]]
+    for shape, slices in zip(shapes, pieces):
+        for dim, (size, number) in enumerate(zip(shape, slices)):
+            sizes[dim][number] = size
+    try:
+        layout = Layout(placement, tuple(sum(own.values()) for own in sizes))
+        boxes = [layout.box(rank) for rank in range(rules.ranks)]
+    except LayoutError as error:
+        raise _not_joined(rules, name, error.expected, error.got) from None
+    odd = next((rank for rank in range(rules.ranks) if boxes[rank].shape != shapes[rank]), None)
+    if odd is not None:
+        expected = f"a slice of shape {list(boxes[odd].shape)} on rank {odd}, as it is placed"
+        raise _not_joined(rules, name, expected, str(list(shapes[odd])))
+    return _SliceLayout(layout.shape, [_SlicePart(rank, 0, box) for rank, box in enumerate(boxes)])
 
 
 def _copies(rules: SliceRules, name: str, shapes: Sequence[_Shape]) -> _SliceLayout:
@@ -229,8 +258,8 @@ def _not_joined(rules: SliceRules, name: str, expected: str, got: str) -> ShardE
         f"the slices that tensor-parallel ranks have of {name!r} are not joined",
         expected=expected,
         got=got,
-        where=f"{rules.path} ({INFO})",
-        remedy=REMEDY,
+        where=rules.where,
+        remedy=rules.remedy,
     )
 
 
