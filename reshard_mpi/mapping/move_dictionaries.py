@@ -56,8 +56,9 @@ def moved(
         optimizers: of the nest, which stay.
         models: what names of the optimizers' models begin with; these stay, since names of parameters go by that.
     """
-    stay = *(f"{each.path}{key}." for each in optimizers for key in (STATE_KEY, GROUPS)), *filter(None, models)
-    moves = [*_moves(root, "", names, stay)]
+    apart = tuple(f"{each.path}{key}." for each in optimizers for key in (STATE_KEY, GROUPS))
+    whole = *apart, *filter(None, models)
+    moves = [*_moves(root, "", names, apart, whole)]
     made = sorted((name, source) for source, name in names) if moves else []
     while True:
         entries = {id(move.entry) for move in moves}
@@ -73,32 +74,38 @@ def moved(
         blocked = set[int]()
         for begin, those in becoming.items():
             sources = frozenset[str]().union(*(move.sources for move in those))
-            is_taken = has_below(paths, begin) or begin[:-1] in taken or begin.startswith(stay)
+            is_taken = has_below(paths, begin) or begin[:-1] in taken or begin.startswith(apart)
             is_shared = any(source not in sources for _, source in names_below(made, begin))
             if is_taken or is_shared or any(move.entry[1] != those[0].entry[1] for move in those):
                 blocked.update(id(move.entry) for move in those)
         if not blocked:
             break
-        inner = [_moves(move.entry[1], move.path, names, stay) for move in moves if id(move.entry) in blocked]
+        inner = [_moves(move.entry[1], move.path, names, apart, whole) for move in moves if id(move.entry) in blocked]
         moves = [*(move for move in moves if id(move.entry) not in blocked), *chain.from_iterable(inner)]
     _carry_out(moves, becoming, nodes)
     of_moves = frozenset[str]().union(*(move.sources for move in moves))
     return sorted((name if source in of_moves else source, name) for source, name in names)
 
 
-def _moves(node: Any, path: str, names: Sequence[tuple[str, str]], stay: tuple[str, ...]) -> Iterator[_MovedPart]:
-    """Yield the outermost dictionaries and lists in a part of a nest whose tensors all get other beginnings."""
+def _moves(
+    node: Any, path: str, names: Sequence[tuple[str, str]], apart: tuple[str, ...], whole: Iterable[str]
+) -> Iterator[_MovedPart]:
+    """Yield the outermost dictionaries and lists in a part of a nest whose tensors all get other beginnings.
+
+    Args:
+        apart: what names begin with in parts that stay with all that is in them; whole: in any that stay.
+    """
     entries = {entry[0]: entry for entry in entries_of(node) or () if len(entry) == 2 and type(entry[0]) in (str, int)}
     for key, value in pairs_of(node):
         begin = f"{path}{key}."
         own = names_below(names, begin)
-        if not own or begin.startswith(stay):
+        if not own or begin.startswith(apart):
             continue
         begins = _new_begins(begin, own) if key in entries else frozenset()
-        if begins and not any(each.startswith(begin) for each in stay):
+        if begins and not any(each.startswith(begin) for each in whole):
             yield _MovedPart(node, entries[key], begin, frozenset(source for source, _ in own), begins)
         else:
-            yield from _moves(value, begin, names, stay)
+            yield from _moves(value, begin, names, apart, whole)
 
 
 def _new_begins(begin: str, own: Sequence[tuple[str, str]]) -> frozenset[str]:

@@ -170,3 +170,17 @@ def test_the_model_of_an_optimizer_stays_where_the_optimizer_looks_for_it(tmp_pa
         "ema.{p*} <=> avg.{p*}",
     )
     assert made["net.w"] == 1.0 and [*made["optim"]["state"]] == ["net.w"] and made["avg"] == {"v": 2.0}
+
+
+@pytest.mark.parametrize("are_numbered", [False, True])
+def test_modules_in_the_model_of_an_optimizer_go_along(tmp_path: Path, are_numbered: bool) -> None:
+    keys: list[Any] = [0, 1] if are_numbered else ["fc.w", "out.w"]
+    state = {key: {"exp_avg": 3.0 + number} for number, key in enumerate(keys)}
+    source = {
+        "model": {"fc": {"w": 1.0, "bits": 4}, "out": {"w": 2.0}},
+        "optim": {"state": state, "param_groups": [{"params": keys, "lr": 0}]},
+    }
+    equations = [] if are_numbered else ["optim.state.fc.{s*} <=> optim.state.proj.{s*}"]
+    made, _ = made_of(tmp_path, source, "model.fc.{p*} <=> model.proj.{p*}", *equations)
+    assert made["model"] == {"proj": {"w": 1.0, "bits": 4}, "out": {"w": 2.0}}
+    assert made["optim"]["state"] == {"proj.w": {"exp_avg": 3.0}, "out.w": {"exp_avg": 4.0}}
