@@ -145,11 +145,11 @@ REFUSALS: dict[str, tuple[Training, Form, Spoiler, tuple[str, ...]]] = {
         *(TIED, Form(2), on("mp_rank_0", MODEL, lambda own: setattr(own["args"], "rank", 3 - own["args"].rank))),
         ("of another rank than its folder", "args.rank 3 of 4"),
     ),
-    "other layers": (TIED, Form(2), arg("num_layers", 4), ("contradict", "args.num_layers: 4", "got: 3")),
-    "other experts": (EXPERTS, Form(1, 2), arg("num_experts", 6), ("contradict", "args.num_experts: 6")),
+    "other layers": (TIED, Form(2), arg("num_layers", 4), ("contradict", "num_layers of 4", "got: 3")),
+    "other experts": (EXPERTS, Form(1, 2), arg("num_experts", 6), ("contradict", "num_experts of 6", "got: 4")),
     "a vocabulary padded for others": (
         *(TIED, Form(2), arg("padded_vocab_size", 16)),
-        ("contradict", f"{EMBEDDING!r} of shape [16, 7]", "parts of shape [4, 7]"),
+        ("contradict", "padded_vocab_size of 16", "got: 8"),
     ),
     "no size": (
         *(TIED, Form(2), arg("tensor_model_parallel_size", None)),

@@ -7,6 +7,7 @@ pickles are stand-ins with their names. Keys and layout are those of release 0.1
 from __future__ import annotations
 
 import enum
+import importlib
 import io
 import itertools
 import math
@@ -206,10 +207,16 @@ def save(path: Path, content: Any) -> None:
         torch_peer.save(path, content)
 
 
+# Of these no class or function does anything but hold data.
+_PLAIN_MODULES = ("argparse", "numpy", "_codecs")
+
+
 class _Unpickler(torch_peer._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("deepspeed."):
+        if module.startswith(("deepspeed.", "megatron.")):
             return type(name, (Object,), {})
+        if module.partition(".")[0] in _PLAIN_MODULES:
+            return getattr(importlib.import_module(module), name)
         if (module, name) == ("torch", "Size"):
             return tuple
         if (module, name) == ("torch._tensor", "_rebuild_from_type_v2"):
@@ -220,7 +227,7 @@ class _Unpickler(torch_peer._Unpickler):
 
 
 class Object:
-    """An object of a class of DeepSpeed, with its attributes."""
+    """An object of a class of DeepSpeed or Megatron, with its attributes."""
 
     def __new__(cls, *args: Any) -> Object:
         return super().__new__(cls)
@@ -230,7 +237,7 @@ class Object:
 
 
 def load(path: Path) -> Any:
-    """Return what a file of DeepSpeed holds, with `torch_peer.Tensor`s and `Object`s in it."""
+    """Return what a file of DeepSpeed or Megatron holds, with `torch_peer.Tensor`s and `Object`s in it."""
     with zipfile.ZipFile(path) as opened:
         names = opened.namelist()
         top = next(name for name in names if name.endswith("/data.pkl")).removesuffix("data.pkl")

@@ -25,7 +25,7 @@ _DECODER = "decoder.layers."
 def require_agreement(
     args: Mapping[str, Value],
     weights: Mapping[str, Value],
-    state: Mapping[str, Mapping[str, TensorPieces]],
+    state: Mapping[str, Mapping[str, Value]],
     reader: ElementReader,
     folder: str,
 ) -> None:
@@ -33,7 +33,7 @@ def require_agreement(
 
     Args:
         args: of the run; empty if they are not kept.
-        state: the optimizer's tensors by key and kind.
+        state: the optimizer's, by key and kind.
     """
     tensors = {key: value for key, value in weights.items() if type(value) is TensorPieces}
     for name, of_files in _sizes(tensors):

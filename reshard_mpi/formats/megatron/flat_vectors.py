@@ -72,7 +72,7 @@ def vector_states(
         for vectors in _vectors(state, model, rank.vector_path):
             fitting = [key for key in sorted(unused, key=_chunk_of) if key[1:] == (bool(is_expert), vectors.dtype)]
             for key in fitting:
-                placed = _Layout(unused[key], vectors, reader, rank.vector_path).placed()
+                placed = _VectorFilling(unused[key], vectors, reader, rank.vector_path).placed()
                 if placed is not None:
                     del unused[key]
                     break
@@ -153,7 +153,7 @@ _Filled = tuple[int, int]
 
 
 class _Step(NamedTuple):
-    """One way to come to a state: the way that puts most elements there, since what it has is there.
+    """One way to come to a state: the way that places most elements, since a copy that lies there is no accident.
 
     Attributes:
         elements: how many of the vector's elements are a parameter's.
@@ -171,13 +171,13 @@ class _Step(NamedTuple):
 
 
 def _better(step: _Step, other: _Step | None) -> _Step:
-    """Return that of two ways to one state that puts more elements there, or both as one."""
+    """Return the one of two ways to a state that places more elements, or both as one."""
     if other is None or step.elements > other.elements:
         return step
     return other if step.elements < other.elements else step._replace(ways=min(step.ways + other.ways, 2))
 
 
-class _Layout:
+class _VectorFilling:
     """Lays the parameters of a chunk into a vector: each way in which all of it is filled."""
 
     def __init__(self, tensors: Sequence[RankTensor], vectors: _Vectors, reader: ElementReader, path: str) -> None:
@@ -221,7 +221,7 @@ class _Layout:
     def _steps(
         self, number: int, tensor: RankTensor, filled: _Filled, step: _Step
     ) -> Iterator[tuple[_Filled, int | None]]:
-        """Yield what a vector is filled up to behind a parameter, and its start: None if it is not in the vector."""
+        """Yield the states behind a parameter, each with its start: None if it is not in the vector."""
         end, begin = filled
         starts = {end + (begin - end) % _ALIGNED_ELEMENTS: begin, end: end % _ALIGNED_ELEMENTS}
         for start, bucket in starts.items():

@@ -1,4 +1,4 @@
-"""Read what a folder of Megatron's older form holds: a training in the files of its ranks (`read_legacy`).
+"""Read a training in a folder of Megatron's older form, in the files of its ranks (`read_legacy`).
 
 Layers and experts get the numbers that they have in the whole model: `decoder.layers.7.mlp.linear_fc1.weight`. What
 several ranks have is listed with its copies.
@@ -12,6 +12,7 @@ from typing import NamedTuple
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.locations import Location
+from reshard_mpi.formats.megatron.agreement import require_agreement
 from reshard_mpi.formats.megatron.flat_vectors import ParameterState, vector_states
 from reshard_mpi.formats.megatron.numbered_state import numbered_states
 from reshard_mpi.formats.megatron.optimizer_groups import kind_of_group, merged, not_of_one_save
@@ -39,7 +40,7 @@ _READ = ("optimizer", "grad_scaler", "fp32_from_fp16_params", "state", "param_gr
 
 
 class _JoinedState(NamedTuple):
-    """What the optimizer has, joined of all ranks: its state by key and kind, its groups, and its scaler."""
+    """An optimizer joined of all ranks: its state by key and kind, its groups, its scaler, and words on omissions."""
 
     state: Mapping[str, ParameterState]
     groups: Sequence[Dict]
@@ -54,6 +55,8 @@ def read_legacy(folder: str) -> FolderTraining:
     weights = _weights(models)
     others, own_states = _others(models)
     optimizer = _optimizer(ranks, models, weights, folder)
+    with ElementReader() as reader:
+        require_agreement(ranks.args, weights, optimizer.state, reader, folder)
     first = ranks.first
     values = {
         key: value for key, value in first.values.items() if not is_chunk(key) and key not in (_OPTIMIZER, *_OF_RANKS)
@@ -89,7 +92,7 @@ def _chunk_of(tensor: RankTensor) -> int:
 
 
 def _others(models: Sequence[RankModel]) -> tuple[dict[str, Value], list[str]]:
-    """Return what modules save besides weights if ranks have it alike, and the keys of what they have not."""
+    """Return values of modules besides weights if all ranks have them alike, and the keys of all others."""
     holders: dict[str, list[tuple[Value, RankFiles]]] = {}
     for model in models:
         for key, value in model.others.items():
@@ -111,7 +114,7 @@ def _text(value: Value) -> str:
 
 
 def _of_other_ranks(ranks: LegacyRanks) -> Iterator[str]:
-    """Say which values of other ranks are not those of the first, which are kept."""
+    """Say which values differ on other ranks than the first, whose values are kept."""
     first = ranks.first
     kept = {key: text_of(value) for key, value in first.values.items() if not is_chunk(key)}
     known = (_OPTIMIZER, "args", *_OF_RANKS)
@@ -127,7 +130,7 @@ def _of_other_ranks(ranks: LegacyRanks) -> Iterator[str]:
 def _optimizer(
     ranks: LegacyRanks, models: Sequence[RankModel], weights: Mapping[str, TensorPieces], folder: str
 ) -> _JoinedState:
-    """Return the optimizer's state. Raises ShardError if it is not that of all parts of what it has state of."""
+    """Return the optimizer. Raises ShardError if it has the state of some parts of a parameter alone."""
     optimizers = {rank.place: _chained(rank.values.get(_OPTIMIZER)) for rank in ranks.ranks if rank.values}
     first = optimizers[ranks.first.place]
     if any(len(own) != len(first) for own in optimizers.values()):
@@ -194,7 +197,7 @@ def _chained(optimizer: Value) -> list[Dict]:
 
 
 def _inner(optimizer: Dict) -> Dict:
-    """Return torch's own part of an optimizer, which is in that of Megatron or by itself."""
+    """Return torch's own optimizer, which lies in Megatron's or by itself."""
     inner = optimizer.get("optimizer")
     return inner if type(inner) is Dict else optimizer
 
@@ -213,7 +216,7 @@ class _States:
         self._values: dict[str, dict[str, Value]] = {}
 
     def add(self, tensor: RankTensor, state: ParameterState, rank: RankFiles) -> None:
-        """Add what a rank has of a parameter. Raises DisagreementError if another rank has other numbers."""
+        """Add a rank's state of a parameter. Raises DisagreementError if another rank has other numbers."""
         for kind, value in state.items():
             if type(value) is not HeldTensor:
                 first = self._values.setdefault(tensor.key, {}).setdefault(kind, value)

@@ -35,8 +35,8 @@ class NumberedState(NamedTuple):
     group: Dict
 
 
-class _Group(NamedTuple):
-    """A group: the numbers of its parameters, and the float32 copies of those that are of 16 bits."""
+class _NumberedGroup(NamedTuple):
+    """A group: the numbers of its parameters, and float32 copies of all that have 16 bits."""
 
     settings: Dict
     numbers: Sequence[int]
@@ -96,7 +96,7 @@ def _is_single(tensor: RankTensor) -> bool:
     return tensor.held.dtype.name == "float32"
 
 
-def _groups(inner: Dict, mains: Value, path: str) -> Iterator[_Group]:
+def _groups(inner: Dict, mains: Value, path: str) -> Iterator[_NumberedGroup]:
     """Yield the groups of an optimizer. Raises ShardError if they are none."""
     groups = inner.get("param_groups")
     lists = mains if type(mains) is list else [[] for _ in groups or []]
@@ -109,12 +109,12 @@ def _groups(inner: Dict, mains: Value, path: str) -> Iterator[_Group]:
             raise _unsound(path, "the numbers of its parameters in every group", "none")
         if type(own) is not list or not all(type(main) is StoredTensor for main in own) or len(own) > len(numbers):
             raise _unsound(path, f"a tensor for each 16-bit parameter in {_MAIN}", "something else")
-        yield _Group(group, numbers, own)
+        yield _NumberedGroup(group, numbers, own)
 
 
 def _is_next(
     tensor: RankTensor,
-    group: _Group,
+    group: _NumberedGroup,
     place: _Place,
     states: Mapping[int, Value],
     rank: RankFiles,
@@ -151,7 +151,9 @@ def _state(tensor: RankTensor, state: Value, rank: RankFiles) -> Iterator[tuple[
         yield str(kind), held(value, rank.starts, rank.path) if type(value) is StoredTensor else value
 
 
-def _require_all(groups: Sequence[_Group], met: Sequence[_Place], unmet: Sequence[RankTensor], path: str) -> None:
+def _require_all(
+    groups: Sequence[_NumberedGroup], met: Sequence[_Place], unmet: Sequence[RankTensor], path: str
+) -> None:
     """Raise ShardError if groups have parameters that are none of the model, or by shapes alone may be others."""
     for number, (group, place) in enumerate(zip(groups, met)):
         if place.parameters < len(group.numbers) or place.mains < len(group.mains):

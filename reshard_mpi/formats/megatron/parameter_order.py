@@ -27,6 +27,8 @@ from reshard_mpi.sharding.box import Box
 _ALIGNED_ELEMENTS = 64
 # How many elements of a parameter are compared at its beginning, in its middle and at its end; a short one is whole.
 _SAMPLED_ELEMENTS = 16
+# How many files stay open: a training may have more than a process may open.
+_MOST_OPEN = 64
 # The copy of each parameter from which its weight is rounded.
 MAIN = "param"
 
@@ -137,7 +139,7 @@ _Likeness = tuple[DType, int, bytes]
 
 
 class ElementReader:
-    """Reads elements of files, which stay open until it is closed."""
+    """Reads elements of files, of which the last ones stay open until it is closed."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -169,6 +171,9 @@ class ElementReader:
 
     def _file(self, path: str) -> SourceFile:
         if path not in self._files:
+            if len(self._files) == _MOST_OPEN:
+                self._stack.close()
+                self._files.clear()
             self._files[path] = self._stack.enter_context(structure.opened(path))
         return self._files[path]
 

@@ -27,7 +27,7 @@ MODEL_FILE, VECTOR_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?", re.ASCII)
 _NEWEST_VERSION = 3
 _CHUNK = re.compile(r"model\d*")
-# Arguments that are the same on all ranks of a run, of those that say what its files hold.
+# Arguments that all ranks of a run have alike, and that say how its files are cut.
 _OF_RUN = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "num_experts"),
     *("padded_vocab_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "world_size"),
@@ -101,18 +101,13 @@ class LegacyRanks(NamedTuple):
 
     @property
     def first(self) -> RankFiles:
-        """The rank whose values are taken for those of the run."""
+        """The rank whose values stand for all of the run."""
         return next(rank for rank in self.ranks if rank.values)
 
 
 def is_chunk(key: str) -> bool:
-    """Tell whether a key of a rank's file is that of a part of the model."""
+    """Tell whether a key of a rank's file means a part of the model."""
     return _CHUNK.fullmatch(key) is not None
-
-
-def has_rank_folders(folder: str) -> bool:
-    """Tell whether a folder has those of ranks."""
-    return any(map(RANK_FOLDER.fullmatch, source_files.names(folder, ())))
 
 
 def files_of_ranks(folder: str) -> tuple[str, ...]:
@@ -165,7 +160,7 @@ def _read(folder: str) -> RankFiles:
 
 
 def _require_version(first: RankFiles) -> None:
-    """Raise ShardError for a checkpoint that is older than those that are read."""
+    """Raise ShardError for a checkpoint of a release that is not read."""
     version = first.values.get("checkpoint_version")
     names = [name for chunk in first.chunks for name, _ in pairs_of(chunk)]
     nested = [name for name in names if name in ("language_model", "word_embeddings_for_head")]
@@ -238,7 +233,7 @@ def _sizes(parallelism: Parallelism) -> str:
 
 
 def _require_all(ranks: Sequence[RankFiles], parallelism: Parallelism, folder: str) -> None:
-    """Raise ShardError unless each part of what is cut is in the folder of some rank."""
+    """Raise ShardError unless each part of the model is in the folder of some rank."""
     lying = [rank.place for rank in ranks if rank.values]
     for stage in range(parallelism.stages):
         own = [place for place in lying if place.stage == stage]
@@ -265,7 +260,7 @@ def _lost(expected: str, got: str, folder: str) -> ShardError:
 
 
 def _require_one_save(ranks: Sequence[RankFiles], args: Mapping[str, Value], parallelism: Parallelism) -> None:
-    """Raise DisagreementError if files of ranks are of several saves, or a folder has that of another rank."""
+    """Raise DisagreementError if ranks' files are of several saves, or lie in folders of other ranks."""
     first, *others = (rank for rank in ranks if rank.values)
     numbers: dict[RankPlace, int] = {}
     for rank in (first, *others):

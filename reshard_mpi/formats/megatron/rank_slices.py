@@ -98,7 +98,7 @@ class _Named(NamedTuple):
 
 def rank_tensors(ranks: LegacyRanks, folder: str) -> list[RankModel]:
     """Return what each rank has of the model. Raises ShardError if it contradicts others', or the arguments."""
-    names = _Names(ranks, folder)
+    names = _WholeNames(ranks)
     own: list[tuple[RankFiles, dict[str, _Named], dict[str, Value]]] = []
     for rank in ranks.ranks:
         tensors: dict[str, _Named] = {}
@@ -124,11 +124,11 @@ def rank_tensors(ranks: LegacyRanks, folder: str) -> list[RankModel]:
     ]
 
 
-class _Names:
-    """Knows by which names ranks have what is one tensor of the model."""
+class _WholeNames:
+    """Knows the names of whole tensors of the model by the names that ranks have."""
 
-    def __init__(self, ranks: LegacyRanks, folder: str) -> None:
-        self._parallelism, self._args = ranks.parallelism, ranks.args
+    def __init__(self, ranks: LegacyRanks) -> None:
+        self._args = ranks.args
         counts: dict[tuple[int, int], dict[str, int]] = {}
         experts = 0
         for rank in ranks.ranks:
@@ -147,11 +147,9 @@ class _Names:
             for before, count in counts[place].items():
                 totals[before] = totals.get(before, 0) + count
         self._experts = experts
-        _require("num_layers", totals.get("decoder.layers."), ranks, folder)
-        _require("num_experts", experts * self._parallelism.experts or None, ranks, folder)
 
     def whole(self, rank: RankFiles, chunk: int, name: str) -> str:
-        """Return the name of the whole tensor of which a rank has one by its own name."""
+        """Return the name of the whole tensor, by the name that a rank has for its part."""
         if match := _LAYER.fullmatch(name):
             first = self._first[chunk, rank.place.stage].get(match["before"], 0)
             name = f"{match['before']}{int(match['number']) + first}{match['after'] or ''}"
@@ -174,27 +172,11 @@ def _twice(key: str, name: str, other: str, path: str) -> ShardError:
 
 
 def _modules(chunk: Value) -> Iterator[str]:
-    """Yield the names of the modules of a part of a model, also of those that have no tensors."""
+    """Yield the names of all modules of a part of a model, with or without tensors."""
     state = getattr(chunk, "state", None)
     for key, metadata in pairs_of(state):
         if key == "_metadata":
             yield from (name for name, _ in pairs_of(metadata))
-
-
-def _require(key: str, found: int | None, ranks: LegacyRanks, folder: str) -> None:
-    said = ranks.args.get(key)
-    if found is not None and type(said) is int and said != found:
-        raise _contradiction(f"args.{key}: {said}, as {ranks.first.path} says", str(found), folder)
-
-
-def _contradiction(expected: str, got: str, folder: str) -> ShardError:
-    return ShardError(
-        "the arguments of a Megatron checkpoint contradict its files",
-        expected=expected,
-        got=got,
-        where=folder,
-        remedy="copy or restore all files of one save",
-    )
 
 
 class _Cuts:
@@ -207,7 +189,7 @@ class _Cuts:
         self._layouts: dict[str, tuple[_Shape, list[list[Box]]]] = {}
 
     def add(self, rank: RankFiles, key: str, tensor: HeldTensor) -> None:
-        """Take note of what a rank has of a tensor. Raises ShardError if others have another type or shape of it."""
+        """Take note of a rank's part of a tensor. Raises ShardError if its copies have other types or shapes."""
         part = self._ranks.parallelism.part(rank.place, is_expert=self._names[key].is_expert)
         first = self._parts.setdefault(key, {}).setdefault(part, tensor)
         if first[:2] != tensor[:2]:
@@ -241,7 +223,6 @@ class _Cuts:
         if len(alike) > 1:
             got = " and ".join(sorted(f"{dtype} {list(shape)}" for dtype, shape in alike))
             raise self._unknown(key, "parts of one shape", got)
-        self._require_vocabulary(key, first.shape, count)
         dim, halves = self._rule(key, count)
         if dim is None:
             whole = Box.whole(first.shape)
@@ -314,18 +295,6 @@ class _Cuts:
                     return len(self._parts[key]) == 1
                 samples.add(reader.sample(place, Box.whole(shape).size, dtype.itemsize_bytes))
         return len(samples) == 1
-
-    def _require_vocabulary(self, key: str, shape: _Shape, count: int) -> None:
-        """Raise ShardError for a vocabulary that is not as long as the arguments say."""
-        rows, columns = (self._ranks.args.get(name) for name in ("padded_vocab_size", "hidden_size"))
-        if key not in (EMBEDDING, _HEAD) or type(rows) is not int or type(columns) is not int:
-            return
-        if (shape[0] * count if shape else 0, *shape[1:]) != (rows, columns):
-            raise _contradiction(
-                f"{key!r} of shape {[rows, columns]} (args.padded_vocab_size, hidden_size), cut over {count} ranks",
-                f"parts of shape {list(shape)}",
-                self._folder,
-            )
 
     def _unknown(self, key: str, expected: str, got: str) -> ShardError:
         return ShardError(
