@@ -183,7 +183,9 @@ class _VectorFilling:
     def __init__(self, tensors: Sequence[RankTensor], vectors: _Vectors, reader: ElementReader, path: str) -> None:
         self._tensors = tensors[::-1]
         self._vectors, self._reader, self._path = vectors, reader, path
+        # Samples: of copies by their places in the vector, rounded, and of weights.
         self._rounded: dict[tuple[int, int], bytes | None] = {}
+        self._weights: dict[str, bytes] = {}
         # How long the rest can be at most.
         lengths = [tensor.elements + -tensor.elements % _ALIGNED_ELEMENTS for tensor in tensors]
         self._rest = [*reversed([*accumulate(lengths)]), 0]
@@ -236,13 +238,14 @@ class _VectorFilling:
         own = _run(tensor)
         if own is None or start + tensor.elements > self._vectors.elements or not tensor.elements:
             return False
-        key = start, tensor.elements
-        if key not in self._rounded:
-            place = ByteRanges((self._vectors.by_kind[MAIN].range(start, tensor.elements),))
-            self._rounded[key] = rounded(self._reader.sample(place, tensor.elements, 4), self._vectors.dtype)
-        return self._rounded[key] == self._reader.sample(
-            ByteRanges((own,)), tensor.elements, tensor.held.dtype.itemsize_bytes
-        )
+        place = start, tensor.elements
+        if place not in self._rounded:
+            copy = ByteRanges((self._vectors.by_kind[MAIN].range(*place),))
+            self._rounded[place] = rounded(self._reader.sample(copy, tensor.elements, 4), self._vectors.dtype)
+        if tensor.key not in self._weights:
+            itemsize_bytes = tensor.held.dtype.itemsize_bytes
+            self._weights[tensor.key] = self._reader.sample(ByteRanges((own,)), tensor.elements, itemsize_bytes)
+        return self._rounded[place] == self._weights[tensor.key]
 
     def _undecided(self) -> ShardError:
         return ShardError(

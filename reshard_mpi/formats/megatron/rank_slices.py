@@ -8,6 +8,7 @@ values; whole it has all the gate, then all values, as in torch_dist.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -75,7 +76,7 @@ class RankTensor(NamedTuple):
 
     @property
     def elements(self) -> int:
-        return sum(box.size for box, _ in self.slices)
+        return math.prod(self.held.shape)
 
 
 class RankModel(NamedTuple):
