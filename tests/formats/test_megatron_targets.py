@@ -438,16 +438,20 @@ def test_a_stopped_run_goes_on_and_its_index_is_written_last(tmp_path: Path) -> 
 
 
 def test_another_run_takes_the_place_of_one(tmp_path: Path) -> None:
-    """Of another iteration, whose folder has another name: nothing of the first one is left."""
+    """Of another iteration, whose folder has another name, it lies beside the first one, which stays whole."""
     source, out = Training(SHAPES).save(tmp_path / "x.pt"), tmp_path / "out"
     reshard_mpi.transform(source, out, core_version="0.18", **SMALL)
-    later = Training(SHAPES, iteration=12, args=dict(ARGS)).save(tmp_path / "y.pt")
     with pytest.raises(TargetError, match="another run"):
-        reshard_mpi.transform(later, out, **SMALL)
+        reshard_mpi.transform(source, out, to="megatron")
+    reshard_mpi.transform(source, out, to="megatron", overwrite=True)
+    assert {path.name for path in (out / "iter_0000003").iterdir()} == {"metadata.json", ".metadata", "__0_0.distcp"}
+    before = {path.name: path.read_bytes() for path in (out / "iter_0000003").iterdir()}
+    later = Training(SHAPES, iteration=12, args=dict(ARGS)).save(tmp_path / "y.pt")
     reshard_mpi.transform(later, out, to="megatron", overwrite=True)
-    assert {path.name for path in out.iterdir() if path.name.startswith("iter_")} == {"iter_0000012"}
-    assert (out / "latest_checkpointed_iteration.txt").read_text() == "12"
+    assert {path.name: path.read_bytes() for path in (out / "iter_0000003").iterdir()} == before
     assert {path.name for path in (out / "iter_0000012").iterdir()} == {"metadata.json", ".metadata", "__0_0.distcp"}
+    assert (out / "latest_checkpointed_iteration.txt").read_text() == "12"
+    reshard_mpi.verify(later, out)
 
 
 def test_a_later_save_of_the_training_stays_the_latest(tmp_path: Path) -> None:
@@ -503,6 +507,7 @@ def test_it_comes_back_through_any_form(
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        training.besides["args"]["num_layers"] = layers
         source = (numbered(training) if apart else training).save(folder / "x.pt")
         asked: dict[str, Any] = {"to": "megatron", "max_shard_size": most_bytes, "core_version": release}
         reshard_mpi.transform(source, folder / "out", verify=True, **asked)
@@ -512,3 +517,25 @@ def test_it_comes_back_through_any_form(
         require_same(folder / "out", folder / "again")
         names = {path.name for path in (folder / "out/iter_0000003").iterdir()}
         assert {path.name: path.read_bytes() for path in (folder / "again/iter_0000003").iterdir()}.keys() == names
+
+
+@pytest.mark.parametrize("without_copies", [True, False])
+def test_a_copy_without_records_is_verified_by_its_tensors(tmp_path: Path, without_copies: bool) -> None:
+    training = Training(SHAPES)
+    training.besides["averages"] = {"w": tensor(array((2,), 5))}
+    if without_copies:
+        training.state.pop("fp32_param")
+    source = training.save(tmp_path / "x.pt")
+    reshard_mpi.transform(source, tmp_path / "out", **SMALL)
+    copy = shutil.copytree(tmp_path / "out/iter_0000003", tmp_path / "copy")
+    reshard_mpi.verify(source, copy)
+    chunk = array((3, 8, 4), 1, BF16)[1].tobytes()
+    path = next(path for path in copy.glob("*.distcp") if chunk in path.read_bytes())
+    content = bytearray(path.read_bytes())
+    content[content.index(chunk)] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(reshard_mpi.ReshardError, match="linear_qkv"):
+        reshard_mpi.verify(source, copy)
+    apart = numbered(training).save(tmp_path / "y.pt")
+    with pytest.raises(TargetError, match="on top of each other"):
+        reshard_mpi.verify(apart, copy)

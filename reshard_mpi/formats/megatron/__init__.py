@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from reshard_mpi.formats.dcp.writer import seal
 from reshard_mpi.formats.megatron.packing import packed
+from reshard_mpi.formats.megatron.read_back import as_read
 from reshard_mpi.formats.megatron.reader import files_of, open_folder
 from reshard_mpi.formats.megatron.training_tree import NAME
 from reshard_mpi.formats.megatron.writer import file_name, index_files, locate, read_back, reserve, size_at_most_bytes

@@ -30,13 +30,13 @@ from reshard_mpi.text import KIB, shortened
 # The string of the first file that says what else the checkpoint has.
 COMMON = "__megatron_common__"
 DEFAULT_RELEASE = "0.19"
-_STATE = "optimizer.state."
+STATE = "optimizer.state."
 _EXTRA = "_extra_state"
 # What modules of Megatron keep besides tensors has this behind its key: which one of how many.
 _SHARD = re.compile(r".*/shard_[\d.]+_[\d.]+")
 # The kind of state that is one number for all parameters, and is kept with the groups.
 _COUNTER = "step"
-_FLOAT32 = "float32"
+FLOAT32 = "float32"
 # In all files together.
 _MOST_CHUNKS = 1 << 20
 _MOST_EXTRA_BYTES = 1024 * KIB
@@ -44,7 +44,7 @@ _MOST_EXTRA_BYTES = 1024 * KIB
 _WITHOUT_EXTRA = ("embedding.", "output_layer.")
 
 
-class _SortedTensors(NamedTuple):
+class SortedTensors(NamedTuple):
     """The tensors of a source, sorted into weights and state: names in it, by key.
 
     Attributes:
@@ -60,9 +60,14 @@ class _SortedTensors(NamedTuple):
     others: list[str]
 
     @property
+    def moments(self) -> dict[str, dict[str, str]]:
+        """The state that has the shapes of weights, but for copies of these."""
+        return {kind: own for kind, own in self.state.items() if kind not in (_COUNTER, FP32)}
+
+    @property
     def trained(self) -> dict[str, None]:
         """The keys of the weights that the optimizer trains, in order."""
-        moments = dict.fromkeys(key for kind, own in self.state.items() if kind not in (_COUNTER, FP32) for key in own)
+        moments = dict.fromkeys(key for own in self.moments.values() for key in own)
         return moments or dict.fromkeys(self.state.get(FP32, ()))
 
 
@@ -74,11 +79,8 @@ def packed(
 ) -> Packed:
     """Return the files, as `PackingFormat.packed` says."""
     release = options.core_version or DEFAULT_RELEASE
-    root = _root(tensors, strings)
+    root, found = source_tensors(tensors, strings)
     model = root.get("model")
-    found = _sorted(tensors, model)
-    if not found.weights:
-        raise _not_held("tensors of a model", shortened(list(tensors)) or "no tensors")
     kinds = {key: tensors[name] for key, name in found.weights.items()}
     places = stacked(kinds)
     chunks = [*_weights(found, places, tensors), *_state(found, places, tensors)]
@@ -120,6 +122,15 @@ def packed(
     )
 
 
+def source_tensors(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> tuple[Dict, SortedTensors]:
+    """Return the nest of a source, and its tensors by what they are. Raises TargetError if it has no model's."""
+    root = _root(tensors, strings)
+    found = _sorted(tensors, root.get("model"))
+    if not found.weights:
+        raise _not_held("tensors of a model", shortened(list(tensors)) or "no tensors")
+    return root, found
+
+
 def _root(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> Dict:
     """Return the nest of a source, with models of torch as plain dictionaries. Raises TargetError if it is none."""
     try:
@@ -136,7 +147,7 @@ def _plain(value: Value) -> Value:
     return Dict([*(value.flat or ())]) if is_ordered else value
 
 
-def _sorted(tensors: Mapping[str, TensorType], model: Value) -> _SortedTensors:
+def _sorted(tensors: Mapping[str, TensorType], model: Value) -> SortedTensors:
     """Sort tensors by their names. Raises TargetError for state of a tensor that is no weight.
 
     Args:
@@ -144,7 +155,7 @@ def _sorted(tensors: Mapping[str, TensorType], model: Value) -> _SortedTensors:
     """
     has_model = type(model) is Dict
     own_keys = {key for key, value in model.pairs() if type(value) is NestTensor} if has_model else set()
-    found = _SortedTensors({}, {}, {}, [])
+    found = SortedTensors({}, {}, {}, [])
     for name in tensors:
         if has_model and not name.startswith(MODEL):
             continue
@@ -156,8 +167,8 @@ def _sorted(tensors: Mapping[str, TensorType], model: Value) -> _SortedTensors:
         else:  # within an object of a module
             found.others.append(name)
     for name in tensors if has_model else ():
-        key, _, kind = name.removeprefix(_STATE).rpartition(".")
-        if name.startswith(_STATE):
+        key, _, kind = name.removeprefix(STATE).rpartition(".")
+        if name.startswith(STATE):
             if key not in found.weights:
                 raise _not_held("state of parameters that the model has, by their names", name)
             found.state.setdefault(kind, {})[key] = name
@@ -177,21 +188,20 @@ def _not_held(expected: str, got: str) -> TargetError:
 
 
 def _weights(
-    found: _SortedTensors, places: Mapping[str, StackedPlace], tensors: Mapping[str, TensorType]
+    found: SortedTensors, places: Mapping[str, StackedPlace], tensors: Mapping[str, TensorType]
 ) -> Iterator[Part]:
     for key, name in found.weights.items():
         yield from _chunks("", places[key], name, tensors[name].shape)
 
 
 def _state(
-    found: _SortedTensors, places: Mapping[str, StackedPlace], tensors: Mapping[str, TensorType]
+    found: SortedTensors, places: Mapping[str, StackedPlace], tensors: Mapping[str, TensorType]
 ) -> Iterator[Part]:
     """Yield the chunks of the optimizer's state. A weight without a copy in float32 is its own.
 
     Raises TargetError for state that has another shape than its weight, or that only some parameters have.
     """
-    kinds = {kind: own for kind, own in found.state.items() if kind not in (_COUNTER, FP32)}
-    trained = found.trained
+    kinds, trained = found.moments, found.trained
     for kind, own in kinds.items():
         lacking = next((key for key in trained if key not in own), None)
         if lacking is not None:
@@ -207,8 +217,8 @@ def _state(
                     f"{kind} of shape {list(tensors[found.weights[key]].shape)}, as the weight {key!r} has it",
                     str(list(tensors[name].shape)),
                 )
-            dtype = _FLOAT32 if kind == "param" and tensors[name].dtype.name != _FLOAT32 else ""
-            yield from _chunks(f"{_STATE}{kind}.", places[key], name, tensors[name].shape, dtype)
+            dtype = FLOAT32 if kind == "param" and tensors[name].dtype.name != FLOAT32 else ""
+            yield from _chunks(f"{STATE}{kind}.", places[key], name, tensors[name].shape, dtype)
 
 
 def _chunks(prefix: str, own: StackedPlace, name: str, shape: tuple[int, ...], dtype: str = "") -> Iterator[Part]:
@@ -228,7 +238,7 @@ def _extra_values(model: Dict, places: Iterable[StackedPlace]) -> dict[str, Valu
 
 
 def _extra_tensors(
-    found: _SortedTensors, places: Iterable[StackedPlace], tensors: Mapping[str, TensorType]
+    found: SortedTensors, places: Iterable[StackedPlace], tensors: Mapping[str, TensorType]
 ) -> Iterator[tuple[str, str]]:
     """Yield what modules have besides tensors where it is one itself: the keys of objects, and names."""
     placed = [*places]
