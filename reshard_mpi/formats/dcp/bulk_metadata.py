@@ -71,7 +71,7 @@ _FIND_NUMBERS = re.compile(_NUMBER, re.DOTALL)
 _COUNTED = re.compile(rb"(\(?)((?:%s){1,64})([\x85-\x87t])" % _NUMBER, re.DOTALL)
 # The beginning and end of a tuple of this length; longer ones as the last.
 _ENDS = {1: (b"", b"\x85"), 2: (b"", b"\x86"), 3: (b"", b"\x87"), 4: (b"(", b"t")}
-_MEMOIZE, _BINGET = b"\x94", 0x68
+_MEMOIZE, _BINGET, _TUPLE1 = b"\x94", 0x68, 0x85
 _SHORT_TEXT = 0x8C
 _OF_CHUNKS = ("offsets", "sizes")
 _OF_PLACES = ("relative_path", "offset", "length", "transform_descriptors")
@@ -191,7 +191,8 @@ class States:
             name_bytes, size, file_bytes, start, length = match.group(*groups.values)
             name = self._text(name_bytes, memory)
             read_size = _NO_SIZE if size is None else self._size(size, memory)
-            if name is None or read_size is None or not self._are_items(match.group(*groups.names), memory):
+            names = match.group(*groups.names)
+            if name is None or read_size is None or not self._are_names(names, _OF_ITEMS, memory):
                 break
             key = ItemKey(name, read_size.numbers)
             memory.put(key, _ATTRIBUTES, *([name] if name_bytes[0] == _SHORT_TEXT else ()), *read_size.memoized)
@@ -205,12 +206,12 @@ class States:
             match, groups = patterns.item_again.match(data, end), _OF_FURTHER
         return ReadObjects(values, end, memory.added[:added], _COST_BYTES * len(values)) if values else None
 
-    def _are_items(self, names: tuple[bytes | None, ...], memory: _Memory) -> bool:
-        """Tell whether these are the names of the attributes of a key and a place, and their classes."""
+    def _are_names(self, names: tuple[bytes | None, ...], wished: tuple[Value, ...], memory: _Memory) -> bool:
+        """Tell whether opcodes get these names of attributes and classes from the memo."""
         if names in self._spelled:
             return True
-        objects = [memory.get(name) if name is not None else wish for name, wish in zip(names, _OF_ITEMS)]
-        if objects != list(_OF_ITEMS[: len(names)]):
+        objects = [memory.get(name) if name is not None else wish for name, wish in zip(names, wished)]
+        if objects != list(wished[: len(names)]):
             return False
         if len(self._spelled) < _MAX_KNOWN:
             self._spelled.add(names)
@@ -297,7 +298,7 @@ class States:
         if cached is None:
             offsets_key, offsets_bytes, sizes_key, sizes_bytes = parts
             offsets, sizes = self._size(offsets_bytes, memory), self._size(sizes_bytes, memory)
-            if offsets is None or sizes is None or (memory.get(offsets_key), memory.get(sizes_key)) != _OF_CHUNKS:
+            if offsets is None or sizes is None or not self._are_names((offsets_key, sizes_key), _OF_CHUNKS, memory):
                 return None
             chunk = Chunk(offsets.numbers or (), sizes.numbers or ())
             cached = chunk, (chunk, _ATTRIBUTES, *offsets.memoized, *sizes.memoized)
@@ -313,8 +314,14 @@ class States:
             return cached
         get_bytes = 2 if content[0] == _BINGET else 5
         first = memory.get(content[:get_bytes])
+        width = _WIDTHS.get(content[get_bytes]) if len(content) > get_bytes else None
         if len(content) == get_bytes:
             cached = _Size(first, ()) if _is_size(first) else None
+        elif width is not None and content[get_bytes + width + 1] == _TUPLE1:
+            # One number, as buckets of Megatron have it in a hundred thousand chunks.
+            length = int.from_bytes(content[get_bytes + 1 : get_bytes + width + 1], "little", signed=width == 4)
+            only = (length,)
+            cached = _Size(only, (only, (only,), only)) if first == SIZE and length >= 0 else None
         else:
             counted = _COUNTED.match(content, get_bytes)
             numbers = () if counted is None else tuple(map(_number, _FIND_NUMBERS.findall(counted[2])))
