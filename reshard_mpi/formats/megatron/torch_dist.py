@@ -58,7 +58,7 @@ class _Objects(NamedTuple):
         extra: what modules of the model have besides tensors, by key.
         of_groups: of the distributed optimizer, by chained optimizer and kind, the values of all model-parallel ranks.
         left_out: keys of those that are of these ranks alone.
-        of_files: keys of those that say how the optimizer's state is kept.
+        of_files: keys of those that say how long buckets are.
     """
 
     common: Mapping[str, Value]
@@ -123,7 +123,8 @@ def read_training(folder: str) -> FolderTraining:
     training = SavedTraining({**weights, **objects.extra}, state, groups, values)
     left_out = [
         *differing(objects.left_out, "states of the ranks that saved them, which no other layout has"),
-        *differing(objects.of_files, "about the form that these files have for the optimizer"),
+        *differing([_CONTENT] if _CONTENT in objects.common else [], "in which form files have the optimizer's state"),
+        *differing(objects.of_files, "how long buckets are that are taken apart"),
     ]
     return FolderTraining(training, of_file, tuple(left_out))
 
@@ -204,7 +205,6 @@ def _sorted(found: Mapping[str, Value], common: Mapping[str, Value], folder: str
             where=folder,
             remedy="copy or restore all files of one save; weights alone can be read with --from dcp",
         )
-    of_files += [key for key in common if key == _CONTENT]
     return _Objects(common, extra, of_groups, left_out, of_files)
 
 
