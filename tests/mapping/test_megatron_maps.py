@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from support.checkpoints import read_shard, write_shard
+from support.command_line import done
 from support.examples import few
+from support.pages import blocks
 
 import reshard_mpi
 from reshard_mpi.errors import MapError, StrategyError
+
+_NAME = "test_the_example_of_the_guide"
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Tensors = dict[str, Array]
@@ -356,6 +361,20 @@ def test_lost_experts_are_refused(tmp_path: Path, family: str) -> None:
         some = {key: array for key, array in ours.items() if not lost(key)}
         with pytest.raises(MapError):
             through(tmp_path, some, f"{name_of(family)}-dist", sizes.config)
+
+
+def test_the_example_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(reshard_mpi.__file__).parent / "guide" / "megatron_maps.md").read_text()
+    (block,) = (block for block in blocks(page) if block.elsewhere == (f"tests/mapping/{Path(__file__).name}", _NAME))
+    sizes = Sizes.drawn(8)
+    monkeypatch.chdir(tmp_path)
+    Path("llama").mkdir()
+    write_shard(model_of("llama", sizes, 1).ours, Path("llama", "model.safetensors"))
+    Path("llama", "config.json").write_text(json.dumps(sizes.config))
+    for line in block.text.splitlines():
+        done(*shlex.split(line)[1:])
+    with reshard_mpi.open("save") as checkpoint:
+        assert checkpoint["model.embedding.word_embeddings.weight"].shape == (128, sizes.hidden)
 
 
 def test_a_vocabulary_padded_for_others_is_refused(tmp_path: Path) -> None:
