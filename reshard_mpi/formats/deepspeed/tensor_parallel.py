@@ -90,7 +90,7 @@ def _layout_of(rules: SliceRules, name: str, shapes: Sequence[_Shape]) -> _Slice
 
 
 def _by_strategy(rules: SliceRules, strategy: Strategy, name: str, shapes: Sequence[_Shape]) -> _SliceLayout:
-    """Return how slices join that a strategy places; what it does not list all ranks have whole."""
+    """Return how slices join that a strategy places; all ranks have whole the tensors that it does not list."""
     placements = strategy.find(MODEL + name) or strategy.find(name)
     if not placements:
         return _copies(rules, name, shapes)

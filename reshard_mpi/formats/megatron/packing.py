@@ -123,7 +123,7 @@ def packed(
 
 
 def source_tensors(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> tuple[Dict, SortedTensors]:
-    """Return the nest of a source, and its tensors by what they are. Raises TargetError if it has no model's."""
+    """Return the nest of a source, and its tensors sorted. Raises TargetError if it has no model's."""
     root = _root(tensors, strings)
     found = _sorted(tensors, root.get("model"))
     if not found.weights:

@@ -139,7 +139,7 @@ _Likeness = tuple[DType, int, bytes]
 
 
 class ElementReader:
-    """Reads elements of files, of which the last ones stay open until it is closed."""
+    """Reads elements of files; the last files stay open until it is closed."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
