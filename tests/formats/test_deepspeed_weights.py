@@ -113,11 +113,7 @@ def test_a_second_name_of_other_contents_is_refused(tmp_path: Path, stage: int) 
         assert opened["model.head"][...].tobytes() == opened["model.b.weight"][...].tobytes()
 
 
-@STAGES
-@pytest.mark.parametrize("is_trained", [True, False])
-@pytest.mark.parametrize(
-    "equation", ["NAME <=> c.weight", "NAME [x y] <=> NAME [y x]", "NAME [2 x y] <=> NAME [2 y x]"]
-)
+@pytest.mark.parametrize(("stage", "is_trained", "equation"), one_at_a_time([3, 2, 1], [True, False], EQUATIONS))
 def test_a_map_that_leaves_a_second_name_behind_is_refused(
     tmp_path: Path, stage: int, is_trained: bool, equation: str
 ) -> None:
