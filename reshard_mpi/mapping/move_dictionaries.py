@@ -82,7 +82,7 @@ def moved(
             break
         inner = [_moves(move.entry[1], move.path, names, apart, whole) for move in moves if id(move.entry) in blocked]
         moves = [*(move for move in moves if id(move.entry) not in blocked), *chain.from_iterable(inner)]
-    _carry_out(moves, becoming, nodes)
+    _carry_out(moves, becoming, {path: node for path, node in nodes.items() if entries_of(node) is not None})
     of_moves = frozenset[str]().union(*(move.sources for move in moves))
     return sorted((name if source in of_moves else source, name) for source, name in names)
 
@@ -134,11 +134,11 @@ def _nodes(node: Any, path: str, without: Collection[int]) -> Iterator[tuple[str
 
 
 def _carry_out(moves: Sequence[_MovedPart], becoming: dict[str, list[_MovedPart]], nodes: dict[str, Any]) -> None:
-    """Put dictionaries and lists into those around their new places. nodes: all that stay, by path."""
+    """Put dictionaries and lists into those around their new places. nodes: the dictionaries that stay, by path."""
     replaced: dict[int, list[list[Any]]] = {id(move.entry): [] for move in moves}
     for begin, (first, *_) in becoming.items():
         path = begin
-        while path not in nodes or entries_of(nodes[path]) is None:
+        while path not in nodes:
             path = path[: path.rfind(".", 0, -1) + 1]
         key = begin[len(path) : -1]
         is_number = type(first.entry[0]) is int and key.isdecimal() and key == str(int(key))
