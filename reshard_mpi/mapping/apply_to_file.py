@@ -18,13 +18,7 @@ from reshard_mpi.mapping.carry_values import carried_into
 from reshard_mpi.mapping.chain import chained, composed
 from reshard_mpi.mapping.check_optimizers import MadeTensors, owners_by_names, require_own_state
 from reshard_mpi.mapping.direction import Inventory, UnfitMapError
-from reshard_mpi.mapping.numbered_state import (
-    NO_TRAINING,
-    Training,
-    in_order,
-    named_tensors,
-    training_in,
-)
+from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training, in_order, named_tensors, training_in
 from reshard_mpi.mapping.optimizers import (
     STATE_KEY,
     Form,

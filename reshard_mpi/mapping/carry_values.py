@@ -6,16 +6,15 @@ Tensors follow equations. What lies beside them in the nest does so here, into t
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.nest.join_stages import BY_GROUP, lists_by_group, pairs_of
+from reshard_mpi.formats.nest.entries import BY_GROUP, entries_of, lists_by_group, pairs_of
 from reshard_mpi.formats.nest.nodes import decoded, parsed, written
-from reshard_mpi.mapping.move_dictionaries import moved, new_names_of
-from reshard_mpi.mapping.numbered_state import Training, entries_of
+from reshard_mpi.mapping.move_dictionaries import has_below, moved, new_names_of
+from reshard_mpi.mapping.numbered_state import Training
 from reshard_mpi.mapping.optimizers import (
     GROUPS,
     NOTHING,
@@ -243,7 +242,7 @@ class NestValues:
         items, of_source = _items(node), _items(source)
         are_items = items is not None and of_source is not None and len(items) == len(of_source)
         is_by_group = are_items and any(lists_by_group(node))  # schedulers in a scheduler
-        if self._is_plain(node) and self._is_plain(source) and not self._has_tensor(path) and not is_by_group:
+        if self._is_plain(node) and self._is_plain(source) and not has_below(self._tensors, path) and not is_by_group:
             return source
         if items is not None and of_source is not None and are_items:
             pairs = enumerate(zip(items, of_source))
@@ -266,10 +265,6 @@ class NestValues:
                     entry = [key, self.of(own, other, f"{path}{key}.")]
             entries.append(entry)
         return entries
-
-    def _has_tensor(self, path: str) -> bool:
-        place = bisect_left(self._tensors, path)
-        return place < len(self._tensors) and self._tensors[place].startswith(path)
 
     def _is_plain(self, node: Any) -> bool:
         """Tell whether a part of a nest is no optimizer, and lists no tensor. A tensor with a key of text may have no

@@ -12,8 +12,7 @@ from copy import deepcopy
 from itertools import chain
 from typing import Any, NamedTuple
 
-from reshard_mpi.formats.nest.join_stages import pairs_of
-from reshard_mpi.mapping.numbered_state import entries_of
+from reshard_mpi.formats.nest.entries import entries_of, pairs_of, parts_in
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, MadeParameter, Optimizer
 
 
@@ -63,7 +62,7 @@ def moved(
     while True:
         entries = {id(move.entry) for move in moves}
         nodes, taken = {}, set[str]()
-        for path, node in _nodes(root, "", entries):
+        for path, node in parts_in(root, "", entries):
             nodes[path] = node
             taken.update(f"{path}{entry[0]}" for entry in entries_of(node) or () if id(entry) not in entries)
         paths = sorted(nodes)
@@ -117,20 +116,6 @@ def _new_begins(begin: str, own: Sequence[tuple[str, str]]) -> frozenset[str]:
             return frozenset()
         sources_of.setdefault(name.removesuffix(rest), set()).add(source)
     return frozenset(sources_of) if len({len(sources) for sources in sources_of.values()}) == 1 else frozenset()
-
-
-def _nodes(node: Any, path: str, without: Collection[int]) -> Iterator[tuple[str, Any]]:
-    """Yield the dictionaries and lists of a nest, each behind what names in it begin with. Some entries are left out.
-
-    Args:
-        without: the entries, as `id` tells them.
-    """
-    if pairs_of(node) or entries_of(node) is not None:
-        yield path, node
-    left_out = {entry[0] for entry in entries_of(node) or () if id(entry) in without}
-    for key, value in pairs_of(node):
-        if key not in left_out:
-            yield from _nodes(value, f"{path}{key}.", without)
 
 
 def _carry_out(moves: Sequence[_MovedPart], becoming: dict[str, list[_MovedPart]], nodes: dict[str, Any]) -> None:

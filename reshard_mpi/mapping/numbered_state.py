@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.nest.join_stages import pairs_of
+from reshard_mpi.formats.nest.entries import entries_of, pairs_of, value_of
 from reshard_mpi.formats.nest.nodes import NestError, decoded, parsed, places
 from reshard_mpi.mapping.direction import Inventory, TemplateShapes
 from reshard_mpi.mapping.optimizer_state import STATE_WORDS
@@ -59,11 +59,10 @@ _ORDER_REMEDY = (
 
 
 class ParameterGroup(NamedTuple):
-    """Parameters that an optimizer treats alike: their numbers, and all that the file says of them besides."""
+    """The numbers of parameters that an optimizer treats alike, and their names if the file says these."""
 
     numbers: tuple[int, ...]
     names: tuple[str, ...] | None
-    settings: Mapping[str, Any]
 
 
 class Numbered(NamedTuple):
@@ -86,21 +85,6 @@ class Training(NamedTuple):
 NO_TRAINING = Training("", None, {})
 
 
-def entries_of(node: Any) -> list[Any] | None:
-    """Return the entries of a dictionary of a nest; None if it is none."""
-    entries = node.get("dict") if isinstance(node, dict) else None
-    is_dict = isinstance(entries, list) and all(isinstance(entry, list) and entry for entry in entries)
-    return entries if is_dict else None
-
-
-def value_of(node: Any, key: str) -> Any:
-    """Return the value of a key in a dictionary of a nest; None if it has none."""
-    for entry in entries_of(node) or ():
-        if len(entry) == 2 and entry[0] == key:
-            return entry[1]
-    return None
-
-
 def training_in(nest: str | None, inventory: Inventory, alias: Mapping[str, str], where: str) -> Training:
     """Find the training in a file.
 
@@ -119,10 +103,10 @@ def training_in(nest: str | None, inventory: Inventory, alias: Mapping[str, str]
     root, place = _parsed(nest, shapes, where)
     try:
         optimizers = {optimizer.path: optimizer for optimizer in optimizers_in(root, "")}
-        paths = set(paths_in(root, "", optimizers))
+        paths = set(_paths_in(root, "", optimizers))
     except RecursionError as error:
         raise _unreadable(error, where) from None
-    below = names_below(shapes, optimizers)
+    below = names_by_path(shapes, optimizers)
     if "" in below:
         below[""] = [name for name in below[""] if name.startswith(begins_of(""))]
     with_state = [path for path, names in below.items() if any(state_of(optimizers[path], name) for name in names)]
@@ -130,7 +114,7 @@ def training_in(nest: str | None, inventory: Inventory, alias: Mapping[str, str]
     for names in below.values():
         for name in names:
             others.pop(name, None)
-    models = names_below(others, paths)
+    models = names_by_path(others, paths)
     stateless = Training(max((path for path, own in models.items() if len(own) == len(others)), default=""), None, {})
     has_state = bool(with_state)
     if not has_state and len(optimizers) == 1:
@@ -151,7 +135,7 @@ def training_in(nest: str | None, inventory: Inventory, alias: Mapping[str, str]
             where=where,
             remedy=_ORDER_REMEDY,
         )
-    models = names_below(sorted(others, key=lambda name: place.get(name, len(place))), paths)
+    models = names_by_path(sorted(others, key=lambda name: place.get(name, len(place))), paths)
     by_path: dict[tuple[str, ...], str] = {}
     problems = []
     exact: list[tuple[str, ...]] = []  # the parameters of models with the very names of the optimizer
@@ -295,7 +279,7 @@ def _unreadable(error: Exception, where: str) -> MapError:
     return MapError("how the tensors of a file are nested cannot be read", got=str(error)[:100], where=where)
 
 
-def names_below(names: Iterable[str], paths: Collection[str]) -> dict[str, list[str]]:
+def names_by_path(names: Iterable[str], paths: Collection[str]) -> dict[str, list[str]]:
     """Return the names that begin with each of the paths, which are empty or end with a dot."""
     below: dict[str, list[str]] = {}
     for name in names:
@@ -331,8 +315,7 @@ def _group(node: Any) -> ParameterGroup | None:
     if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
         return None
     is_named = isinstance(names, list) and len(names) == len(numbers) and all(isinstance(name, str) for name in names)
-    settings = {key: value for key, value in pairs_of(node) if key not in ("params", "param_names")}
-    return ParameterGroup(tuple(numbers), tuple(names) if is_named else None, settings)
+    return ParameterGroup(tuple(numbers), tuple(names) if is_named else None)
 
 
 def begins_of(path: str) -> tuple[str, ...]:
@@ -340,7 +323,7 @@ def begins_of(path: str) -> tuple[str, ...]:
     return (path,) if path else tuple(f"{key}." for key in _OF_OPTIMIZER)
 
 
-def paths_in(node: Any, path: str, without: Collection[str]) -> Iterator[str]:
+def _paths_in(node: Any, path: str, without: Collection[str]) -> Iterator[str]:
     """Yield what names in each dictionary begin with, but for some optimizers."""
     if path and path in without:
         return
@@ -348,7 +331,7 @@ def paths_in(node: Any, path: str, without: Collection[str]) -> Iterator[str]:
         yield path
     for key, value in pairs_of(node):
         if path not in without or key not in _OF_OPTIMIZER:
-            yield from paths_in(value, f"{path}{key}.", without)
+            yield from _paths_in(value, f"{path}{key}.", without)
 
 
 def state_of(optimizer: Numbered, name: str) -> tuple[int, str] | None:

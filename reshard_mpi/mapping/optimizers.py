@@ -13,9 +13,9 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.nest.join_stages import pairs_of
+from reshard_mpi.formats.nest.entries import entries_of, pairs_of, value_of
 from reshard_mpi.formats.nest.nodes import parsed
-from reshard_mpi.mapping.numbered_state import Training, entries_of, value_of
+from reshard_mpi.mapping.numbered_state import Training
 from reshard_mpi.mapping.rules import Unlike
 
 STATE_KEY, GROUPS = "state", "param_groups"

@@ -7,10 +7,10 @@ from collections.abc import Collection, Container, Iterable, Iterator, Mapping, 
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.nest.join_stages import pairs_of
+from reshard_mpi.formats.nest.entries import dictionaries_in, entries_of, value_of
 from reshard_mpi.formats.nest.nodes import decoded, parsed, written
 from reshard_mpi.mapping.move_dictionaries import has_below, moved, names_below, new_names_of
-from reshard_mpi.mapping.numbered_state import EXTRA_STATE, Training, entries_of, value_of
+from reshard_mpi.mapping.numbered_state import EXTRA_STATE, Training
 from reshard_mpi.mapping.optimizers import (
     GROUPS,
     NOTHING,
@@ -88,14 +88,6 @@ def renamed(
     return NewNest(written(root, None if order is None else tensors), unknown, known, left_behind)
 
 
-def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dictionaries in a part of a nest, each behind the beginning of the names in it."""
-    if entries_of(node) is not None:
-        yield path, node
-    for key, value in pairs_of(node):
-        yield from _nodes(value, f"{path}{key}.")
-
-
 def values_of_modules(
     root: Any, names: Sequence[tuple[str, str]], optimizers: Iterable[Optimizer]
 ) -> Iterator[tuple[str, Any, list[Any]]]:
@@ -108,7 +100,7 @@ def values_of_modules(
         optimizers: of the nest, which have such names as well.
     """
     apart = tuple(begin for each in optimizers for begin in (f"{each.path}{STATE_KEY}.", f"{each.path}{GROUPS}."))
-    for path, node in _nodes(root):
+    for path, node in dictionaries_in(root):
         for entry in node["dict"]:
             if len(entry) < 2 or not isinstance(entry[0], str) or f"{path}{entry[0]}".startswith(apart):
                 continue
@@ -166,7 +158,7 @@ def _rename_modules(root: Any, names: Sequence[tuple[str, str]]) -> None:
     Args:
         names: as of `new_names_of`.
     """
-    told = {path: value_of(node.get(_ATTRIBUTES), _METADATA) for path, node in _nodes(root)}
+    told = {path: value_of(node.get(_ATTRIBUTES), _METADATA) for path, node in dictionaries_in(root)}
     tables = {
         path: table
         for path, table in told.items()
@@ -202,7 +194,7 @@ def _move_values(root: Any, values: Iterable[tuple[str, Any, list[Any]]], new_na
     Args:
         values: as of `values_of_modules`.
     """
-    nodes = dict(_nodes(root))
+    nodes = dict(dictionaries_in(root))
     moved = [each for each in values if new_name_of.get(each[0], each[0]) != each[0]]
     for _, node, entry in moved:
         node["dict"].remove(entry)

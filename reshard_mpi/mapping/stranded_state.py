@@ -14,12 +14,12 @@ from math import prod
 from typing import Any
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.nest.join_stages import pairs_of
+from reshard_mpi.formats.nest.entries import dictionaries_in, entries_of, pairs_of, value_of
 from reshard_mpi.formats.nest.nodes import parsed
 from reshard_mpi.mapping.box_pairs import TermTensor
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.matching import Match
-from reshard_mpi.mapping.numbered_state import begins_of, entries_of, names_below, paths_in, value_of
+from reshard_mpi.mapping.numbered_state import begins_of, names_by_path
 from reshard_mpi.mapping.optimizer_state import (
     STATE_WORDS,
     ends_of,
@@ -230,7 +230,7 @@ def require_none_by_order(
         where: the source, for errors.
     """
     root = parsed(nest).root
-    numbering = names_below(inventory, set(_numbering(root, "")))
+    numbering = names_by_path(inventory, set(_numbering(root, "")))
     if not numbering:
         return
     named = {source for mapped in chain for each in mapped.made if each.where for source in each.sources.values()}
@@ -240,7 +240,7 @@ def require_none_by_order(
     apart = (*numbering, *(begin for optimizer in optimizers for begin in begins_of(optimizer.path)))
     others = [name for name in inventory if not name.startswith(apart)]
     orders: list[tuple[list[str], Mapping[str, int]]] = [
-        (names, position) for names in names_below(others, set(paths_in(root, "", ()))).values()
+        (names, position) for names in names_by_path(others, {path for path, _ in dictionaries_in(root)}).values()
     ]
     numbered = [copied[name] for name in of_like if name in copied]
     for names in ([*each.parameters] for each in optimizers if each.form is Form.NUMBERS):

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from reshard_mpi.formats.nest.entries import pairs_of
+
 _STATE, _GROUPS, _PARAMETER_NAMES = "state", "param_groups", "param_names"
 # What nests have of a dictionary that stages have of their own. Of a model's, torch has `_metadata` among the
 # attributes: what it says of each module, by the module's name.
 _ATTRIBUTES = "state"
 _JOINED = ("dict", _ATTRIBUTES)
-# Lists in the state of torch's schedulers with a value for each group (torch.optim.lr_scheduler, 2.13).
-BY_GROUP = frozenset(("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"))
 
 
 class Joined(NamedTuple):
@@ -58,26 +58,6 @@ def settings_of(node: Any) -> Any:
         if value and not is_flat and not (is_joined and key in (_STATE, _GROUPS)):
             kept.append([key, *map(settings_of, value)])
     return {**others, "dict": [entry for entry in kept if not _is_empty(entry[1])]}
-
-
-def lists_by_group(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the paths and values of lists that schedulers have by groups of parameters."""
-    for key, value in pairs_of(node):
-        if isinstance(key, str) and key in BY_GROUP:
-            yield f"{path}{key}", value
-        else:
-            yield from lists_by_group(value, f"{path}{key}.")
-
-
-def pairs_of(node: Any) -> list[tuple[Any, Any]]:
-    """Return the keys that are texts or numbers and values of a dictionary, or places and items of a list or tuple."""
-    if isinstance(node, dict) and isinstance(node.get("tuple"), list):
-        node = node["tuple"]
-    if isinstance(node, dict):
-        entries = node.get("dict")
-        pairs = [entry for entry in entries if isinstance(entry, list)] if isinstance(entries, list) else []
-        return [(entry[0], entry[1]) for entry in pairs if len(entry) == 2 and type(entry[0]) in (str, int)]
-    return [*enumerate(node)] if isinstance(node, list) else []
 
 
 def _is_empty(node: Any) -> bool:
