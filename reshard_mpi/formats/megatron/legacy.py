@@ -139,7 +139,7 @@ def _optimizer(
     of_experts = [_is_of_experts(own) for own in first] if len(first) > 1 else [None] * len(first)
     has_numbers = any(_inner(own).get("state") is not None for own in first)
     has_vectors = any(rank.vectors is not None for rank in ranks.ranks)
-    state = _States()
+    state = _StateOfRanks()
     members: dict[tuple[int, str], dict[str, None]] = {}
     for model in models:
         with ElementReader() as reader:
@@ -207,7 +207,7 @@ def _is_of_experts(optimizer: Dict) -> bool:
     return any(type(group) is Dict and group.get("is_expert_parallel") is True for group in groups or [])
 
 
-class _States:
+class _StateOfRanks:
     """Joins the state that ranks have of parameters."""
 
     def __init__(self) -> None:
