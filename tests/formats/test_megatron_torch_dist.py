@@ -380,3 +380,62 @@ def test_random_changes_are_never_read_wrong(tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         write(folder, training, NAMED, spoil=exchange)
         assert "float32 copy" in refused("plan", folder, tmp_path / "out")
+
+
+# Tensors that Megatron would not write
+
+
+def with_gaps(sample: SampleTensor) -> torch_peer.Tensor:
+    """Return a float32 tensor whose elements lie at every second place of its storage."""
+    whole = np.zeros((*sample.shape, 2), np.float32)
+    if sample.dtype.name != "float32":
+        return torch_peer.tensor(sample, "0")
+    whole[..., 0] = np.frombuffer(sample.content, np.float32).reshape(sample.shape)
+    made = torch_peer.tensor(SampleTensor("", sample.dtype, whole.shape, whole.tobytes()), "0")
+    stored, offset, _, strides, *rest = made.args
+    return torch_peer.Tensor(made.make, stored, offset, sample.shape, strides[:-1], *rest)
+
+
+@pytest.mark.parametrize("state", FORMS)
+def test_elements_with_gaps_between_them(tmp_path: Path, state: str) -> None:
+    """Buckets and rows of them are refused; tensors are read as torch reads them."""
+    write(tmp_path, gpt(2), replace(CUT, state=state), made=with_gaps)
+    if state in ("dp_reshardable", "fully_sharded_model_space"):
+        assert "elements in a row" in refused("plan", tmp_path, tmp_path.parent / "out")
+    else:
+        require_all(tmp_path, gpt(2))
+
+
+def without_dimensions(word: str) -> Any:
+    """Return a change that makes tensors with a word in their names scalars."""
+
+    def change(contents: Contents) -> None:
+        for name, tensor in contents.tensors.items():
+            if word in name:
+                first = tensor.pieces[0][2]
+                scalar = SampleTensor("", first.dtype, (), first.content[: first.dtype.itemsize_bytes])
+                contents.tensors[name] = tensor._replace(shape=(), pieces=[("__0_0.distcp", (), scalar)])
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "word", ["word_embeddings.weight", "linear_proj.weight", "experts.linear_fc2", "bucket_idx_0", "_avg."]
+)
+def test_scalars_are_refused(tmp_path: Path, word: str) -> None:
+    form = replace(EXPERTS, state=FORMS[2] if word == "_avg." else FORMS[0])
+    write(tmp_path, gpt(2, experts=4), form, spoil=without_dimensions(word))
+    assert str(tmp_path) in refused("plan", tmp_path, tmp_path.parent / "out")
+
+
+def test_numbers_of_many_digits(tmp_path: Path) -> None:
+    """A layer of such a number is none; a bucket of such a rank is a tensor like others."""
+    digits = "7" * 5000
+    for place, name in enumerate((f"decoder.layers.{digits}.a", f"decoder.layers.0.experts.{digits}.a")):
+
+        def add(contents: Contents, name: str = name) -> None:
+            contents.tensors[name] = contents.tensors["decoder.final_layernorm.weight"]
+
+        write(tmp_path / str(place), gpt(2), PLAIN, spoil=add)
+        said = refused("plan", tmp_path / str(place), tmp_path / "out")
+        assert "num_layers" in said or "name" in said

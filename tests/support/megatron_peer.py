@@ -356,8 +356,14 @@ def write(
     *,
     stated: Training | None = None,
     spoil: Callable[[Contents], object] = lambda _: None,
+    made: Callable[[SampleTensor], Any] = lambda sample: torch_peer.tensor(sample, "0"),
 ) -> None:
-    """Write a folder. stated: another training whose state is written with these weights."""
+    """Write a folder.
+
+    Args:
+        stated: another training whose state is written with these weights.
+        made: what is saved of a piece of a tensor.
+    """
     with mock.patch.dict(sys.modules, _MODULES):
         contents = _contents(training, form, stated or training)
         spoil(contents)
@@ -377,7 +383,7 @@ def write(
                 made.all_local_plans = [[{"items": [Surprise()]}]]  # type: ignore[attr-defined]
 
         with mock.patch.dict(dcp_peer.MODULES, _MODULES):
-            dcp_peer.write(folder, contents.tensors, contents.objects, spoil=finish)
+            dcp_peer.write(folder, contents.tensors, contents.objects, spoil=finish, made=made)
 
 
 def _contents(training: Training, form: Form, stated: Training) -> Contents:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.locations import ByteRanges
-from reshard_mpi.formats.megatron.model_names import place_of
+from reshard_mpi.formats.megatron.model_names import layer_axes, place_of
 from reshard_mpi.formats.megatron.parameter_order import ElementReader, rounded
 from reshard_mpi.formats.megatron.training_tree import FP32
 from reshard_mpi.formats.nest.nodes import Value
@@ -36,6 +36,14 @@ def require_agreement(
         state: the optimizer's, by key and kind.
     """
     tensors = {key: value for key, value in weights.items() if type(value) is TensorPieces}
+    for key, tensor in tensors.items():
+        if len(tensor.shape) < layer_axes(key) + (key in _OF_VOCABULARY) * 2:
+            raise ShardError(
+                f"the tensor {key!r} of a Megatron checkpoint has too few dimensions",
+                expected="one for layers, one for experts, as its name says; two for a vocabulary",
+                got=f"shape {list(tensor.shape)}",
+                where=folder,
+            )
     for name, of_files in _sizes(tensors):
         said = args.get(name)
         if type(said) is int and said != of_files:
@@ -63,7 +71,7 @@ def _sizes(tensors: Mapping[str, TensorPieces]) -> Iterator[tuple[str, int]]:
             yield "num_layers", tensor.shape[0]
         elif key.startswith(_DECODER) and place.layer is not None:
             layers.add(place.layer)
-        if place.stacked_experts and len(tensor.shape) > place.stacked_layers:
+        if place.stacked_experts:
             yield "num_experts", tensor.shape[place.stacked_layers]
         elif place.expert is not None:
             experts.add(place.expert)
@@ -79,6 +87,8 @@ def _require_rounded(key: str, weight: TensorPieces, copy: TensorPieces, reader:
         own_box, own_place = held.get(box.start, (None, None))
         if own_box is None or not (isinstance(place, ByteRanges) and isinstance(own_place, ByteRanges)) or not box.size:
             continue  # as other programs may cut it: they are compared as copies are
+        if place.swapped or own_place.swapped:
+            continue
         elements = box.size if own_box == box else min(box.shape[-1], own_box.shape[-1])
         main = reader.sample(place, elements, copy.dtype.itemsize_bytes)
         if rounded(main, weight.dtype) not in (None, reader.sample(own_place, elements, weight.dtype.itemsize_bytes)):

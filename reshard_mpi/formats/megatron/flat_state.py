@@ -33,8 +33,9 @@ from reshard_mpi.formats.torch.tensors import BY_TORCH_NAME
 from reshard_mpi.sharding.box import Box
 
 BucketNames = re.compile(
-    r"(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.gbuf_idx_(?P<buffer>\d+)"
-    r"\.dtype_\(torch\.(?P<dtype>\w+), torch\.\w+\)\.bucket_idx_(?P<bucket>\d+)\.(?P<kind>\w+)"
+    r"(?:chained_(?P<chain>\d{1,9})\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d{1,9})"
+    r"\.gbuf_idx_(?P<buffer>\d{1,9})\.dtype_\(torch\.(?P<dtype>\w+), torch\.\w+\)\.bucket_idx_(?P<bucket>\d{1,9})"
+    r"\.(?P<kind>\w+)"
 )
 # By chained optimizer: of each model-parallel rank its buffers.
 _Ranks = dict[int, list[Buffer]]
@@ -44,7 +45,7 @@ _Part = tuple[int, FlatVector]
 
 def unflattened(name: str, tensor: TensorPieces, shape: tuple[int, ...], folder: str) -> TensorPieces:
     """Return a whole tensor whose parts are stored as rows of elements. Raises ShardError if it cannot be one."""
-    *grid, row = tensor.shape
+    *grid, row = tensor.shape or (0,)
     is_one = len(grid) == len(shape) and all(count and whole % count == 0 for count, whole in zip(grid, shape))
     part = tuple(whole // count for count, whole in zip(grid, shape)) if is_one else ()
     if not is_one or math.prod(part) != row:
@@ -74,15 +75,22 @@ def unflattened(name: str, tensor: TensorPieces, shape: tuple[int, ...], folder:
             )
         low = tuple(number * length for number, length in zip(cell, part))
         high = tuple(start + length for start, length in zip(low, part))
-        pieces.append((Box(low, high), _joined(place for _, place in runs)))
+        pieces.append((Box(low, high), _joined(name, [place for _, place in runs], folder)))
     return TensorPieces(tensor.dtype, shape, tuple(pieces))
 
 
-def _joined(places: Iterator[Location]) -> ByteRanges:
-    """Return rows of elements one behind the other."""
+def _joined(name: str, places: Sequence[Location], folder: str) -> ByteRanges:
+    """Return rows of elements one behind the other. Raises ShardError if one is stored in another way."""
     ranges: list[ByteRange] = []
     for place in places:
-        assert isinstance(place, ByteRanges)
+        if not isinstance(place, ByteRanges) or place.swapped:
+            raise ShardError(
+                f"the tensor {name!r} of a Megatron checkpoint is stored as Megatron stores none",
+                expected="elements in a row, in the byte order of this machine",
+                got="elements with gaps between them, or in another order",
+                where=folder,
+                remedy="save it with its Megatron; weights alone can be read with --from dcp",
+            )
         ranges += place.ranges
     return ByteRanges(tuple(ranges))
 
@@ -196,7 +204,8 @@ def _buckets(group: int, buffer: int, buckets: Mapping[int, Mapping[str, TensorP
         kinds = buckets[number]
         name = f"bucket {number} of buffer {buffer} of model-parallel rank {group}"
         main = kinds.get(MAIN)
-        if main is None or main.dtype.name != "float32" or len({tensor.shape for tensor in kinds.values()}) > 1:
+        shapes = {tensor.shape for tensor in kinds.values()}
+        if main is None or main.dtype.name != "float32" or len(shapes) > 1 or len(main.shape) != 1:
             raise ShardError(
                 "a bucket of a Megatron checkpoint is not one that can be read",
                 expected=f"vectors of one length, {MAIN} in float32 among them",
@@ -222,13 +231,11 @@ def _in_order(name: str, tensor: TensorPieces, folder: str) -> list[_Part]:
             where=f"{name} of {folder}",
             remedy="copy or restore all files of one save",
         )
-    return [(box.start[0], _vector(box, place, tensor.dtype)) for box, place in pieces]
-
-
-def _vector(box: Box, place: Location, dtype: DType) -> FlatVector:
-    assert isinstance(place, ByteRanges)
-    (run,) = place.ranges
-    return FlatVector(run.path, run.offset_bytes, dtype, box.size)
+    parts = []
+    for box, place in pieces:
+        for run in _joined(name, [place], folder).ranges:
+            parts.append((box.start[0], FlatVector(run.path, run.offset_bytes, tensor.dtype, box.size)))
+    return parts
 
 
 # A family: its ranks by stage, which part of how many it has of cut tensors, and which experts (None: all).

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 # Parts of a model in the order in which they are built.
 _SECTIONS = ("embedding.", "decoder.layers.", "decoder.final_", "mtp.", "output_layer.")
-_LAYER = re.compile(r"(?P<before>(?:.*\.)?layers\.)(?:(?P<number>\d+)\.)?(?P<part>.+)")
+_LAYER = re.compile(r"(?P<before>(?:.*\.)?layers\.)(?:(?P<number>\d{1,9})\.)?(?P<part>.+)")
 _EXPERTS = ".experts.experts."
-_EXPERT = re.compile(r"(?P<before>.*\.(?:local_)?experts\.)(?P<number>\d+)(?P<after>\..*)")
+_EXPERT = re.compile(r"(?P<before>.*\.(?:local_)?experts\.)(?P<number>\d{1,9})(?P<after>\..*)")
 
 
 class NamedPlace(NamedTuple):

@@ -41,7 +41,7 @@ COMMON, _INDEX = "common.pt", "metadata.json"
 _OBJECT = re.compile(r"(?P<key>.*)/shard_(?P<place>[\d.]+)_(?P<of>[\d.]+)")
 _STATE = re.compile(r"optimizer\.state\.(?P<kind>[^.]+)\.(?P<key>.+)")
 _OF_GROUP = re.compile(
-    r"(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.(?P<what>[a-z_]+)"
+    r"(?:chained_(?P<chain>\d{1,9})\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d{1,9})\.(?P<what>[a-z_]+)"
 )
 _COMMON_STATE = "common_state"
 # How the optimizer's state is kept.
