@@ -2,10 +2,10 @@
 
     python megatron_model.py CASE.json FOLDER RANK RANKS
 
-What takes the place of CUDA is below; layers are Megatron-Core's own (no Transformer Engine). CASE.json has
-`vocabulary` (and `padded`, to which it is), `tied`, `tokens`, `config` for `TransformerConfig`, and `layers` for its
-layer specification, or `by_layer` where layers are not alike. FOLDER gets `rank_N/model.pt` and `rank_N/logits.pt`, of
-its part of the vocabulary; of a single rank `dist` (torch_dist) as well.
+Layers are Megatron-Core's own (no Transformer Engine), and no CUDA is needed. CASE.json has `vocabulary` (and `padded`,
+to which it is), `tied`, `tokens`, `config` for `TransformerConfig`, and `layers` for its layer specification, or
+`by_layer` where layers are not alike. FOLDER gets `rank_N/model.pt` and `rank_N/logits.pt`, of its part of the
+vocabulary; of a single rank `dist` (torch_dist) as well.
 """
 
 from __future__ import annotations
@@ -18,36 +18,11 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed
-import torch.utils.cpp_extension
+from megatron_on_cpu import replace_cuda
 
-np.product = np.prod  # type: ignore[attr-defined]  # core 0.14 calls it
-torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-for name in ("synchronize", "set_device", "empty_cache"):
-    setattr(torch.cuda, name, lambda *_, **__: None)
-torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
-
-
-def without_cuda(function: Any) -> Any:
-    def made(*values: Any, **options: Any) -> Any:
-        if "cuda" in str(options.get("device", "")):
-            options["device"] = "cpu"
-        return function(*values, **options)
-
-    return made
-
-
-for name in ("tensor", "zeros", "empty", "ones", "full", "arange"):
-    setattr(torch, name, without_cuda(getattr(torch, name)))
-
-
-def refuse(*_: Any, **__: Any) -> None:
-    raise RuntimeError("no CUDA here")
-
-
-torch.utils.cpp_extension.load_inline = refuse  # core 0.15 compiles an allocator when it is imported
+replace_cuda()
 
 import megatron.core.tensor_parallel.random as random_states  # noqa: E402
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402

@@ -1,9 +1,9 @@
 """Trainings in the real Megatron-Core, each on as many ranks as it is asked for: `python megatron_ranks.py`.
 
 Reads tasks as lines of JSON, and says for each in a line what went wrong, or nothing. Megatron-Core is imported once:
-the ranks of a task are forks, which talk over gloo. No CUDA is needed: the shims below take its place. What is real is
-the model (GPTModel), its optimizer (DistributedOptimizer), their dictionaries and dist_checkpointing. What is not:
-there is no forward pass, and gradients are made up by the names of tensors, the same for every layout.
+the ranks of a task are forks, which talk over gloo. No CUDA is needed (`megatron_on_cpu`). What is real is the model
+(GPTModel), its optimizer (DistributedOptimizer), their dictionaries and dist_checkpointing. What is not: there is no
+forward pass, and gradients are made up by the names of tensors, the same for every layout.
 
 A task's keys: `tp`, `pp`, `ep`: the layout; `experts`: how many a layer has, 0 for none; `load`: a folder to load a
 checkpoint from, or null; `only_model`: load nothing else; `save`: a folder to save one in, or null, and `sharding` of
@@ -31,37 +31,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.utils.cpp_extension
+from megatron_on_cpu import replace_cuda
 
-np.product = np.prod  # Megatron-Core 0.14 calls it
-torch.cuda.current_device = lambda: torch.device("cpu")
-torch.cuda.synchronize = lambda *_, **__: None
-torch.cuda.set_device = lambda *_, **__: None
-torch.cuda.empty_cache = lambda *_, **__: None
-torch.Tensor.cuda = lambda self, *_, **__: self
-torch.nn.Module.cuda = lambda self, *_, **__: self
-_type = torch.Tensor.type
-
-
-def _type_as_on_cuda(self: torch.Tensor, *args: Any, **named: Any) -> Any:
-    return _type(self, *args, **named) if args or named else _type(self).replace("torch.", "torch.cuda.")
-
-
-def _no_compiler(*_: Any, **__: Any) -> None:
-    raise RuntimeError("no CUDA here")
-
-
-def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    def made(*args: Any, **named: Any) -> Any:
-        return function(*args, **{**named, **({"device": "cpu"} if "cuda" in str(named.get("device", "")) else {})})
-
-    return made
-
-
-torch.Tensor.type = _type_as_on_cuda
-torch.utils.cpp_extension.load_inline = _no_compiler  # Megatron-Core 0.15 compiles when it is imported
-for _name in ("tensor", "zeros", "empty", "ones", "full", "arange"):
-    setattr(torch, _name, _on_cpu(getattr(torch, _name)))
+replace_cuda()
 
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
