@@ -1,4 +1,4 @@
-"""Look into a nest: dictionaries, their entries, and what is in lists (`entries_of`, `pairs_of`, `dictionaries_in`).
+"""Look into a nest: dictionaries, their entries, items of lists (`entries_of`, `pairs_of`, `dictionaries_in`).
 
 Its text may be anything that is JSON: what is no dictionary, or has no such key, is passed over.
 """
