@@ -258,9 +258,6 @@ def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         "max_shard_size",
         "how large a file may become with --to hf or megatron (default: 5GB, which is 5 * 10^9 bytes)",
     )
-    add(files, "dp", "how many data-parallel ranks the files are for, with --to deepspeed")
-    add(files, "zero_stage", "which stage of ZeRO they are of, with --to deepspeed: 1, 2 or 3")
-    add(files, "core_version", "which release of Megatron-Core is to load it, with --to megatron (default: 0.19)")
     able = ", ".join(form.name for form in formats.all_formats() if form.is_target and form.has_crc)
     add(files, "crc", f"add a checksum of the file, for MindSpore to check ({able})")
     share = files.add_mutually_exclusive_group()
@@ -274,6 +271,10 @@ def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     again = files.add_mutually_exclusive_group()
     add(again, "resume", "skip targets this same run has completed")
     add(again, "overwrite", "replace targets that are there, one by one")
+    frameworks = parser.add_argument_group("for what DeepSpeed and Megatron are to load")
+    add(frameworks, "dp", "how many data-parallel ranks the files are for, with --to deepspeed")
+    add(frameworks, "zero_stage", "which stage of ZeRO they are of, with --to deepspeed: 1, 2 or 3")
+    add(frameworks, "core_version", "which release of Megatron-Core is to load it, with --to megatron (default: 0.19)")
     checks = parser.add_argument_group("what is checked")
     add(
         checks,

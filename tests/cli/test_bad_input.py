@@ -527,7 +527,7 @@ USAGE = {
     "jobs_no_number": (["--jobs", "many"], "--jobs: expected 1 or more, got 'many'"),
     "unknown_option": (["--rename", "a=b"], "no such option: --rename"),
     "shortened_option": (["--over"], "no such option: --over; did you mean '--overwrite'[?]"),
-    "unknown_format": (["--to", "gguf"], "--to: expected ckpt, .* or deepspeed, got 'gguf'"),
+    "unknown_format": (["--to", "gguf"], "--to: expected ckpt, .* or megatron, got 'gguf'"),
     "unknown_unlisted": (["--unlisted", "ignore"], "--unlisted: expected follow, replicate or drop, got 'ignore'"),
     "unknown_progress": (["--progress", "loud"], "--progress: expected .*, got 'loud'"),
     "prefix_of_another_folder": (["--prefix", "../x"], "prefix(.|\n)*got: '../x'"),

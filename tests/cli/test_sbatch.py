@@ -196,11 +196,13 @@ def test_an_option_is_passed_on(tmp_path: Path, given: str) -> None:
     assert options == options_of(c.arguments("transform", given, *again, "--part", "0/2"))
 
 
-def test_the_size_of_files_is_passed_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "files"), [(("--to=hf", "--max-shard-size=140"), 3), (("--to=megatron", "--core-version=0.18"), 1)]
+)
+def test_what_files_are_like_is_passed_on(tmp_path: Path, given: tuple[str, ...], files: int) -> None:
     c = make(tmp_path).but(dst_strategy=None)
-    given = ("--to=hf", "--max-shard-size=140")
     found = options_of(words_of(tmp_path, script_of(c, *given)))
-    assert found == options_of(c.arguments("transform", *given, "--resume", "--part", "0/3"))
+    assert found == options_of(c.arguments("transform", *given, "--resume", "--part", f"0/{files}"))
 
 
 def test_the_ranks_that_files_are_packed_for_are_passed_on(tmp_path: Path) -> None:
@@ -221,6 +223,7 @@ def test_every_option_that_is_passed_on_is_tried() -> None:
         "--max-shard-size",
         "--dp",
         "--zero-stage",
+        "--core-version",
         *MAPPED,
     }
     assert tried == PASSED_ON
