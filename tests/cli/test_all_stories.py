@@ -33,6 +33,7 @@ LOSSES = {
     "6_fsdp": ("losses_2.json", []),
     "7_load_through": ("losses_through.json", []),
     "8_deepspeed": ("losses_torch.json", []),
+    "9_megatron": ("losses_one.json", []),
 }
 
 

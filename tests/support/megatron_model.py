@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed
+
+sys.path.append(str(Path(__file__).parents[2] / "launch" / "tutorial" / "9_megatron"))
 from megatron_on_cpu import replace_cuda
 
 replace_cuda()

@@ -31,7 +31,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron_on_cpu import replace_cuda
+
+sys.path.append(str(Path(__file__).parents[2] / "launch" / "tutorial" / "9_megatron"))
+from megatron_on_cpu import replace_cuda, replace_step
 
 replace_cuda()
 
@@ -43,27 +45,11 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-# Adam of Transformer Engine keeps no `step` beside the moments, and Megatron-Core expects none there; torch's does.
-_states_of = DistributedOptimizer._get_main_param_and_optimizer_states
-_set_states = DistributedOptimizer._set_main_param_and_optimizer_states
-
-
-def _states_without_step(self: Any, param: Any) -> dict[str, Any]:
-    return {name: state for name, state in _states_of(self, param).items() if name != "step"}
-
-
-def _set_states_but_step(self: Any, param: Any, tensors: dict[str, Any]) -> None:
-    step = {name: state for name, state in _states_of(self, param).items() if name == "step"}
-    _set_states(self, param, {**tensors, **step})
-
-
-DistributedOptimizer._get_main_param_and_optimizer_states = _states_without_step
-DistributedOptimizer._set_main_param_and_optimizer_states = _set_states_but_step
+replace_step()
 
 LAYERS, HIDDEN, VOCABULARY, FFN = 4, 32, 128, 48
 WITHIN_SECONDS = 900

@@ -27,4 +27,4 @@ def open_folder(folder: str) -> dict[int, Manifest]:
     saves.
     """
     read = read_training(folder) if is_torch_dist(folder) else read_legacy(folder)
-    return {0: arranged(read.training, folder, read.of_file, read.left_out)}
+    return {0: arranged(read, folder)}

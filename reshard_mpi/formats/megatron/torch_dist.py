@@ -121,12 +121,12 @@ def read_training(folder: str) -> FolderTraining:
     if scaler is not None:
         values["scaler"] = scaler
     training = SavedTraining({**weights, **objects.extra}, state, groups, values)
-    left_out = [
-        *differing(objects.left_out, "states of the ranks that saved them, which no other layout has"),
+    left_out = differing(objects.left_out, "states of the ranks that saved them, which no other layout has")
+    about_files = [
         *differing([_CONTENT] if _CONTENT in objects.common else [], "in which form files have the optimizer's state"),
         *differing(objects.of_files, "how long buckets are that are taken apart"),
     ]
-    return FolderTraining(training, of_file, tuple(left_out))
+    return FolderTraining(training, of_file, tuple(left_out), tuple(about_files))
 
 
 def _common_file(folder: str) -> tuple[Mapping[str, Value], Mapping[str, int]]:

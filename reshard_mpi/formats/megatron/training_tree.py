@@ -51,25 +51,26 @@ class SavedTraining(NamedTuple):
 
 
 class FolderTraining(NamedTuple):
-    """A folder's training, a function that places tensors among its values, and words on omissions."""
+    """The training of a folder.
+
+    Attributes:
+        of_file: returns a tensor among values with its place.
+        left_out: in words, what is not kept.
+        about_files: in words, what else is not kept, since it is about these files alone.
+    """
 
     training: SavedTraining
     of_file: Callable[[StoredTensor], TensorPieces]
     left_out: tuple[str, ...]
+    about_files: tuple[str, ...] = ()
 
 
-def arranged(
-    training: SavedTraining, folder: str, of_file: Callable[[StoredTensor], TensorPieces], left_out: Sequence[str]
-) -> Manifest:
+def arranged(read: FolderTraining, folder: str) -> Manifest:
     """Return a checkpoint's tensors as pieces that its files hold, and the rest of it as the text of a nest.
-
-    Args:
-        of_file: returns a tensor among values with its place.
-        left_out: in words, what else is not kept.
 
     Raises ShardError if weights and state contradict each other.
     """
-    model = Dict()
+    training, model = read.training, Dict()
     for key, value in training.weights.items():
         state = training.state.get(key, {})
         model.flat += [key, _with_copies(key, value, state, folder) if type(value) is TensorPieces else value]
@@ -83,7 +84,7 @@ def arranged(
             remedy="copy or restore all files of one save",
         )
     root = Dict(["model", model])
-    notes: list[str] = []
+    notes = [*read.about_files]
     if training.state:
         groups, note = _groups(training)
         steps = {name: group.get("step") for group, names in groups for name in names}
@@ -107,8 +108,8 @@ def arranged(
     for key, value in training.values.items():
         if key not in _OF_LAYOUT:
             root.flat += [_RENAMED.get(key, key), plain(value)]
-    manifest = listed(root, folder, NAME, "Megatron checkpoint", of_file)
-    return manifest._replace(left_out=(*manifest.left_out, *left_out), notes=tuple(notes))
+    manifest = listed(root, folder, NAME, "Megatron checkpoint", read.of_file)
+    return manifest._replace(left_out=(*manifest.left_out, *read.left_out), notes=tuple(notes))
 
 
 def _is_kept(kind: str, key: str, training: SavedTraining) -> bool:
