@@ -72,7 +72,7 @@ def require_files(folder: Path, training: Training, form: Form, scratch: Path) -
     assert {path.name for path in tag.iterdir()} == names
 
 
-@many(80)
+@many(60)
 @given(deepspeed_peer.trainings(writable=True), st.integers(1, 3), st.integers(1, 5), st.booleans())
 def test_files_for_other_ranks_and_stages(
     drawn: tuple[Training, Form], stage: int, ranks: int, through_torch: bool

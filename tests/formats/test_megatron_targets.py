@@ -488,7 +488,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
         reshard_mpi.verify(source, out)
 
 
-@many(60)
+@many(16)
 @given(
     st.integers(1, 3),
     st.integers(1, 3),

@@ -100,7 +100,7 @@ def laid(draw: st.DrawFn) -> tuple[Training, Form]:
     return training, form
 
 
-@many(60)
+@many(25)
 @given(laid())
 def test_random_trainings(tmp_path_factory: pytest.TempPathFactory, drawn: tuple[Training, Form]) -> None:
     folder = tmp_path_factory.mktemp("training")
