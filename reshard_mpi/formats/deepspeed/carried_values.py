@@ -1,15 +1,22 @@
-"""Hold a training's values against the places that files of DeepSpeed have for them (`require_places`)."""
+"""Carry a training's values besides tensors into the places that files of DeepSpeed have for them (`model_text`)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from reshard_mpi.errors import TargetError
-from reshard_mpi.formats.deepspeed.torch_forms import is_engines, is_nest_tensor
+from reshard_mpi.formats.deepspeed.layout import FlatGroupLayout
+from reshard_mpi.formats.deepspeed.torch_forms import dictionary_of, is_engines, is_nest_tensor, loss_scaler
 from reshard_mpi.formats.deepspeed.training_tree import CLIENT_STATE, OF_ENGINE
-from reshard_mpi.formats.nest.nodes import Dict, Value
+from reshard_mpi.formats.manifest import NEST
+from reshard_mpi.formats.nest import flatten_tree
+from reshard_mpi.formats.nest.nodes import Dict, NestError, NestTensor, Value
 from reshard_mpi.text import shortened
 
+# Under this key the optimizer's files are told the settings of its groups.
+SETTINGS = "settings"
+# Keys of the nest that the optimizer's files have; the rest is the model's.
+_OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad")
 # Keys at the root of a training that have a place of their own; all others become client state.
 KEPT = ("model", "optimizer", "scheduler", *OF_ENGINE)
 
@@ -88,3 +95,81 @@ def _notes(root: Dict, scaler: Value) -> Iterator[str]:
 
 def _others(optimizer: Dict, known: Collection[str]) -> list[str]:
     return [f"optimizer.{key}" for key, value in optimizer.pairs() if key not in known and not is_nest_tensor(value)]
+
+
+def model_text(root: Dict, config: Dict) -> str:
+    """Return the nest of everything besides the tensors of the model that goes into the files of weights."""
+    weights = root.get("model")
+    besides = [part for key, value in weights.pairs() if type(value) is not NestTensor for part in (key, value)]
+    rest = Dict(["model", Dict(besides), "ds_config", config])
+    for key, value in root.pairs():
+        is_taken = key in ("model", "optimizer", "ds_config", "buffer_names", "shared_params", *_OF_OPTIMIZER)
+        if not is_taken and not (key == "scaler" and (value is None or is_engines(value))):
+            rest.flat += [key, value]
+    return _text(rest)
+
+
+def optimizer_text(
+    root: Dict, settings: Sequence[Dict], flat: Sequence[FlatGroupLayout], config: Dict, dtype: str
+) -> str:
+    """Return the nest of everything besides tensors that goes into the files of the optimizer."""
+    state = root.get("optimizer").get("state")
+    values = [_common_values(group, state) for group in flat]
+    rest = [part for key, value in root.pairs() if key in _OF_OPTIMIZER for part in (key, value)]
+    scaler = loss_scaler(root.get("scaler"), root.get("ds_config"), dtype)
+    parts = {SETTINGS: [*settings], "values": values, "scaler": scaler, "rest": Dict(rest), "config": config}
+    return _text(dictionary_of({**parts, "ds_version": root.get("ds_version")}))
+
+
+def _common_values(group: FlatGroupLayout, state: Value) -> Dict:
+    """Return the values besides tensors that the state of all parameters of a group has alike, such as a step."""
+    texts: dict[str, Dict] = {}
+    for parameter in group.parameters:
+        own = state.get(parameter.name) if type(state) is Dict else None
+        pairs = own.pairs() if type(own) is Dict else ()
+        values = Dict([part for key, value in pairs if type(value) is not NestTensor for part in (key, value)])
+        texts.setdefault(_text(Dict(["values", values])), values)
+    if len(texts) > 1:
+        first, other, *_ = texts
+        raise no_training("state that is the same number for all parameters of a group", f"{first} and {other}"[:200])
+    return next(iter(texts.values()))
+
+
+def config_for(config: Value, stage: int, ranks: int, dtype: str) -> Dict:
+    """Return DeepSpeed's settings for this stage and number of ranks."""
+    known = dict(config.pairs()) if type(config) is Dict else {}
+    if not known and dtype in ("bfloat16", "float16"):
+        known["bf16" if dtype == "bfloat16" else "fp16"] = Dict(["enabled", True])
+    zero = known.get("zero_optimization")
+    of_zero = dict(zero.pairs()) if type(zero) is Dict else {}
+    of_zero["stage"] = stage
+    known["zero_optimization"] = dictionary_of(of_zero)
+    size, steps = known.get("train_micro_batch_size_per_gpu"), known.get("gradient_accumulation_steps")
+    if type(known.get("train_batch_size")) is int and type(size) is int and type(steps) is int:
+        known["train_batch_size"] = size * steps * ranks
+    return dictionary_of(known)
+
+
+def _text(root: Dict) -> str:
+    """Return a tree as the text of a nest. Raises TargetError if it is too large."""
+    try:
+        return flatten_tree.flatten(root, is_nest_tensor).strings[NEST]
+    except NestError as error:
+        raise TargetError(
+            "the settings of the source besides its tensors cannot be written",
+            expected="plain data of moderate size",
+            got=error.problem,
+            remedy="leave them out of the source, or choose --to torch",
+        ) from None
+
+
+def no_training(expected: str, got: str) -> TargetError:
+    """Return the error for a source that is no training, or lacks a part of one."""
+    return TargetError(
+        "the source is not a whole training, which a checkpoint of DeepSpeed is made of",
+        expected=f"{expected}: tensors called model.NAME and optimizer.state.NAME.exp_avg, and"
+        " optimizer.param_groups, whose params are names",
+        got=got,
+        remedy="convert a checkpoint of DeepSpeed, or save one by names of parameters"
+        " (torch.distributed.checkpoint.state_dict.get_state_dict)",
+    )

@@ -12,7 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import TargetError
-from reshard_mpi.formats.deepspeed.carried_values import require_places
+from reshard_mpi.formats.deepspeed.carried_values import (
+    SETTINGS,
+    config_for,
+    model_text,
+    no_training,
+    optimizer_text,
+    require_places,
+)
 from reshard_mpi.formats.deepspeed.flat_groups import round_robin
 from reshard_mpi.formats.deepspeed.layout import (
     LAYOUT,
@@ -28,8 +35,6 @@ from reshard_mpi.formats.deepspeed.layout import (
 from reshard_mpi.formats.deepspeed.settings import has_round_robin, is_aligned, sub_group_size
 from reshard_mpi.formats.deepspeed.torch_forms import (
     EngineNest,
-    dictionary_of,
-    is_engines,
     is_nest_tensor,
     loss_scaler,
     nest_of,
@@ -37,9 +42,8 @@ from reshard_mpi.formats.deepspeed.torch_forms import (
 from reshard_mpi.formats.deepspeed.training_tree import IS_PIPELINE
 from reshard_mpi.formats.deepspeed.weight_copies import compared_parts, weights_made_of
 from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest import flatten_tree
-from reshard_mpi.formats.nest.nodes import MODEL, Dict, NestError, NestTensor, Value
+from reshard_mpi.formats.nest.nodes import MODEL, Dict, Value
 from reshard_mpi.formats.protocol import Packed, PackingOptions, Part
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.sharding.box import Box
@@ -47,8 +51,6 @@ from reshard_mpi.text import shortened
 
 _OPTIMIZER = "optimizer."
 _OF_GROUPS = f"{_OPTIMIZER}param_groups."
-# Under this key the optimizer's files are told the settings of its groups.
-_SETTINGS = "settings"
 # The kind of state that is one number for all of a group.
 _COUNTER = "step"
 # The types that DeepSpeed trains in.
@@ -57,8 +59,6 @@ _TYPES = ("float32", "bfloat16", "float16")
 _ALIGNED_BYTES = 16
 # Of parameters in all files together.
 _MAX_PARTS = 1 << 20
-# Keys of the nest that the optimizer's files have; the rest is the model's.
-_OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad")
 # What is in the names of experts' parameters.
 _OF_EXPERTS = "deepspeed_experts."
 
@@ -96,7 +96,7 @@ def packed(
     layout = _layout(training, tensors, own_types, ranks, stage)
     whole = _whole_in_model(training, layout, tensors)
     origins = weights_made_of(tensors, layout.shared, own_types)
-    of_settings = flatten_tree.flatten(Dict([_SETTINGS, [*training.settings]]), is_nest_tensor).tensors
+    of_settings = flatten_tree.flatten(Dict([SETTINGS, [*training.settings]]), is_nest_tensor).tensors
     files = [
         [
             *_optimizer_parts(layout, rank),
@@ -156,30 +156,19 @@ def _training(nest: EngineNest) -> _NestedTraining:
         or not all(type(group) is Dict for group in groups)
         or type(root.get("model")) is not Dict
     ):
-        raise _no_training("a model and an optimizer with its groups", shortened(list(tensors)) or "no tensors")
+        raise no_training("a model and an optimizer with its groups", shortened(list(tensors)) or "no tensors")
     names = [group.get("params") for group in groups]
     for own in names:
         if type(own) is not list or not all(type(name) is str for name in own):
-            raise _no_training("the names of parameters as params of each group", f"{own!r}"[:100])
+            raise no_training("the names of parameters as params of each group", f"{own!r}"[:100])
     settings = [
         Dict([part for key, value in group.pairs() if key != "params" for part in (key, value)]) for group in groups
     ]
     if any(not own.flat for own in settings):
-        raise _no_training(
+        raise no_training(
             "settings of each group of the optimizer, such as lr", "none, as elastic checkpoints of DeepSpeed have"
         )
     return _NestedTraining(root, names, settings, nest.equal, nest.untrained)
-
-
-def _no_training(expected: str, got: str) -> TargetError:
-    return TargetError(
-        "the source is not a whole training, which a checkpoint of DeepSpeed is made of",
-        expected=f"{expected}: tensors called model.NAME and optimizer.state.NAME.exp_avg, and"
-        " optimizer.param_groups, whose params are names",
-        got=got,
-        remedy="convert a checkpoint of DeepSpeed, or save one by names of parameters"
-        " (torch.distributed.checkpoint.state_dict.get_state_dict)",
-    )
 
 
 def _layout(
@@ -194,7 +183,7 @@ def _layout(
     _require_no_parts_elsewhere(training, [name for own in training.groups for name in own])
     trained = {parameter.name: parameter for own in groups for parameter in own}
     if len(trained) != sum(map(len, groups)) or not all(groups) or not trained:
-        raise _no_training(
+        raise no_training(
             "each parameter in one group", "one in two groups" if all(groups) else "a group without parameters"
         )
     kinds, counters = _kinds(trained, tensors)
@@ -220,20 +209,18 @@ def _layout(
         )
     dtypes = {tensors[MODEL + name].dtype.name for name in trained}
     if len(dtypes) > 1:
-        raise _no_training(
-            "parameters of one type", f"{', '.join(sorted(dtypes))}: choose one (--dtype 'model.*=TYPE')"
-        )
+        raise no_training("parameters of one type", f"{', '.join(sorted(dtypes))}: choose one (--dtype 'model.*=TYPE')")
     (dtype,) = dtypes
     copies = (own.weights for own in trained.values() if own.weights != MODEL + own.name)
     masters = {tensors[name].dtype.name for name in copies} - {"float32"}
     if dtype not in _TYPES or masters:
-        raise _no_training(
+        raise no_training(
             f"parameters of type {', '.join(_TYPES)}, and {WEIGHTS} in float32", ", ".join(sorted({dtype, *masters}))
         )
     sources = [own.weights for own in trained.values() if own.weights in own_types]
     wide = next((name for name in sources if own_types[name].name == "float64" and dtype != "float32"), None)
     if wide is not None:
-        raise _no_training(
+        raise no_training(
             f"weights in at most 32 bit, or {WEIGHTS} beside them, since {dtype} is to be that rounded",
             f"{wide} in float64: convert it to fp32 first (--dtype 'model.*=fp32')",
         )
@@ -241,7 +228,7 @@ def _layout(
     flat: list[FlatGroupLayout] = []
     for number, own in enumerate(groups):
         flat += _flat_groups(own, number, training, itemsize_bytes, ranks, stage)
-    config = _config(training.config, stage, ranks, dtype)
+    config = config_for(training.config, stage, ranks, dtype)
     return ZeroLayout(
         stage,
         ranks,
@@ -253,8 +240,8 @@ def _layout(
         frozen=tuple(_frozen(name, tensors[MODEL + name]) for name in frozen),
         buffers=buffers,
         shared=shared,
-        model=_model_text(training, config),
-        optimizer=_optimizer_text(training, flat, config, dtype),
+        model=model_text(training.root, config),
+        optimizer=optimizer_text(training.root, training.settings, flat, config, dtype),
     )
 
 
@@ -275,10 +262,10 @@ def _parameter(name: str, tensors: Mapping[str, TensorType]) -> LaidParameter:
     """Return a parameter that is trained. Raises TargetError if it is not in the model, or its state is not there."""
     model = tensors.get(MODEL + name)
     if model is None:
-        raise _no_training(f"the weights of {name!r}, which the optimizer trains", f"no tensor called {MODEL + name}")
+        raise no_training(f"the weights of {name!r}, which the optimizer trains", f"no tensor called {MODEL + name}")
     master = f"{STATE}{name}.{WEIGHTS}"
     if master in tensors and tensors[master].shape != model.shape:
-        raise _no_training(f"{master} of shape {list(model.shape)}", str(list(tensors[master].shape)))
+        raise no_training(f"{master} of shape {list(model.shape)}", str(list(tensors[master].shape)))
     return LaidParameter(name, model.shape, master if master in tensors else MODEL + name)
 
 
@@ -299,7 +286,7 @@ def _kinds(
             continue
         name, _, word = tensor.removeprefix(STATE).rpartition(".")
         if not tensor.startswith(STATE) or name not in trained:
-            raise _no_training("state of parameters that are in a group of the optimizer", tensor)
+            raise no_training("state of parameters that are in a group of the optimizer", tensor)
         if word != WEIGHTS:
             by_kind.setdefault(word, {})[name] = kind
     flat: list[tuple[str, str]] = []
@@ -307,19 +294,19 @@ def _kinds(
     for word, own in by_kind.items():
         lacking = next((name for name in trained if name not in own), None)
         if lacking is not None:
-            raise _no_training(f"{word} of every parameter that the optimizer trains", f"none of {lacking!r}")
+            raise no_training(f"{word} of every parameter that the optimizer trains", f"none of {lacking!r}")
         shaped = {name: trained[name].shape for name in own if trained[name].shape}
         # Of parameters without dimensions the shape tells nothing.
         is_counter = all(own[name].shape == () for name in shaped) if shaped else word == _COUNTER
         odd = next((name for name in shaped if not is_counter and own[name].shape != shaped[name]), None)
         if odd is not None:
-            raise _no_training(
+            raise no_training(
                 f"{word} of {odd!r} of shape {list(trained[odd].shape)}, which the parameter has",
                 f"{list(own[odd].shape)}: such state has no place in the vectors of ZeRO",
             )
         types = {kind.dtype.name for kind in own.values()}
         if len(types) > 1:
-            raise _no_training(f"{word} of one type", ", ".join(sorted(types)))
+            raise no_training(f"{word} of one type", ", ".join(sorted(types)))
         if is_counter:
             counters.append(word)
         else:
@@ -386,70 +373,6 @@ def _sub_groups(own: Sequence[LaidParameter], ranks: int, most: int) -> Iterator
             part, length = [], 0
     if part:
         yield part
-
-
-def _model_text(training: _NestedTraining, config: Dict) -> str:
-    """Return the nest of everything besides the tensors of the model that goes into the files of weights."""
-    weights = training.root.get("model")
-    besides = [part for key, value in weights.pairs() if type(value) is not NestTensor for part in (key, value)]
-    rest = Dict(["model", Dict(besides), "ds_config", config])
-    for key, value in training.root.pairs():
-        is_taken = key in ("model", "optimizer", "ds_config", "buffer_names", "shared_params", *_OF_OPTIMIZER)
-        if not is_taken and not (key == "scaler" and (value is None or is_engines(value))):
-            rest.flat += [key, value]
-    return _text(rest)
-
-
-def _optimizer_text(training: _NestedTraining, flat: Sequence[FlatGroupLayout], config: Dict, dtype: str) -> str:
-    """Return the nest of everything besides tensors that goes into the files of the optimizer."""
-    state = training.root.get("optimizer").get("state")
-    values = [_common_values(group, state) for group in flat]
-    rest = [part for key, value in training.root.pairs() if key in _OF_OPTIMIZER for part in (key, value)]
-    scaler = loss_scaler(training.root.get("scaler"), training.config, dtype)
-    parts = {_SETTINGS: [*training.settings], "values": values, "scaler": scaler, "rest": Dict(rest), "config": config}
-    return _text(dictionary_of({**parts, "ds_version": training.root.get("ds_version")}))
-
-
-def _common_values(group: FlatGroupLayout, state: Value) -> Dict:
-    """Return the values besides tensors that the state of all parameters of a group has alike, such as a step."""
-    texts: dict[str, Dict] = {}
-    for parameter in group.parameters:
-        own = state.get(parameter.name) if type(state) is Dict else None
-        pairs = own.pairs() if type(own) is Dict else ()
-        values = Dict([part for key, value in pairs if type(value) is not NestTensor for part in (key, value)])
-        texts.setdefault(_text(Dict(["values", values])), values)
-    if len(texts) > 1:
-        first, other, *_ = texts
-        raise _no_training("state that is the same number for all parameters of a group", f"{first} and {other}"[:200])
-    return next(iter(texts.values()))
-
-
-def _config(config: Value, stage: int, ranks: int, dtype: str) -> Dict:
-    """Return DeepSpeed's settings for this stage and number of ranks."""
-    known = dict(config.pairs()) if type(config) is Dict else {}
-    if not known and dtype in ("bfloat16", "float16"):
-        known["bf16" if dtype == "bfloat16" else "fp16"] = Dict(["enabled", True])
-    zero = known.get("zero_optimization")
-    of_zero = dict(zero.pairs()) if type(zero) is Dict else {}
-    of_zero["stage"] = stage
-    known["zero_optimization"] = dictionary_of(of_zero)
-    size, steps = known.get("train_micro_batch_size_per_gpu"), known.get("gradient_accumulation_steps")
-    if type(known.get("train_batch_size")) is int and type(size) is int and type(steps) is int:
-        known["train_batch_size"] = size * steps * ranks
-    return dictionary_of(known)
-
-
-def _text(root: Dict) -> str:
-    """Return a tree as the text of a nest. Raises TargetError if it is too large."""
-    try:
-        return flatten_tree.flatten(root, is_nest_tensor).strings[NEST]
-    except NestError as error:
-        raise TargetError(
-            "the settings of the source besides its tensors cannot be written",
-            expected="plain data of moderate size",
-            got=error.problem,
-            remedy="leave them out of the source, or choose --to torch",
-        ) from None
 
 
 def _whole_in_model(training: _NestedTraining, layout: ZeroLayout, tensors: Mapping[str, TensorType]) -> list[str]:
