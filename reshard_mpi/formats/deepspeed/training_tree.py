@@ -10,13 +10,10 @@ from reshard_mpi.formats.deepspeed.parameters import TrainedParameter
 from reshard_mpi.formats.deepspeed.rank_files import ModelStates
 from reshard_mpi.formats.deepspeed.settings import type_in
 from reshard_mpi.formats.deepspeed.unlisted_shapes import TIED
-from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.formats.locations import Converted, Location
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest.nodes import Dict, Value
 from reshard_mpi.formats.torch.tensor_pieces import HeldTensor, TensorPieces, held, listed
 from reshard_mpi.formats.torch.tensors import StoredTensor
-from reshard_mpi.sharding.box import Box
 
 # Keys of the engine that are kept under their own names. All others are what the training has given to
 # `save_checkpoint` as `client_state`.
@@ -122,7 +119,8 @@ def _weights(training: DeepSpeedTraining, folder: str) -> Iterator[tuple[str, Va
         if 0 in value.shape and elsewhere is None and name not in training.model.buffers:
             raise _without_elements(name, training.model.path)
         own_pieces = () if is_empty else value.pieces
-        yield name, TensorPieces(value.dtype, shape, (*own_pieces, *_as(value.dtype, elsewhere)))
+        copies = () if elsewhere is None else elsewhere.pieces_as(value.dtype)
+        yield name, TensorPieces(value.dtype, shape, (*own_pieces, *copies))
     lacking = [name for name in training.trained if name not in training.weights]
     tied = [name for name in lacking if name.startswith(TIED)]
     if len(tied) < len(lacking):
@@ -137,7 +135,7 @@ def _weights(training: DeepSpeedTraining, folder: str) -> Iterator[tuple[str, Va
     dtype = type_in(training.model.values.get("ds_config"))
     for name in tied:
         parameter = training.trained[name]
-        yield name, TensorPieces(dtype, parameter.shape, tuple(_as(dtype, parameter.weights)))
+        yield name, TensorPieces(dtype, parameter.shape, parameter.weights.pieces_as(dtype))
 
 
 def _without_elements(name: str, path: str) -> ShardError:
@@ -147,14 +145,6 @@ def _without_elements(name: str, path: str) -> ShardError:
         got="none of these",
         where=path,
     )
-
-
-def _as(dtype: DType, tensor: TensorPieces | None) -> Iterator[tuple[Box, Location]]:
-    """Yield the pieces of a tensor, if there is one, converted to a type if they have another one."""
-    if tensor is None:
-        return
-    for box, place in tensor.pieces:
-        yield box, (place if tensor.dtype == dtype else Converted(place, tensor.dtype))
 
 
 def _optimizer(training: DeepSpeedTraining, weights: Mapping[str, Value]) -> Dict:

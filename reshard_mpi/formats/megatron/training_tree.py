@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats.locations import Converted
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.megatron.model_names import is_expert, layer_axes
 from reshard_mpi.formats.nest.nodes import MAX_DEPTH, Call, Dict, Global, Value
@@ -134,9 +133,7 @@ def _with_copies(key: str, tensor: TensorPieces, state: Mapping[str, Value], fol
     main = state.get(FP32)
     if main is None:
         return tensor
-    same = main.dtype == tensor.dtype
-    copies = tuple((box, place if same else Converted(place, main.dtype)) for box, place in main.pieces)
-    return tensor._replace(pieces=(*tensor.pieces, *copies))
+    return tensor._replace(pieces=(*tensor.pieces, *main.pieces_as(tensor.dtype)))
 
 
 def _groups(training: SavedTraining) -> tuple[list[tuple[Dict, list[str]]], str]:

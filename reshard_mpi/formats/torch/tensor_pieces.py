@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.formats.locations import ByteRange, ByteRanges, Location
+from reshard_mpi.formats.locations import ByteRange, ByteRanges, Converted, Location
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest import flatten_tree, nodes
 from reshard_mpi.formats.nest.nodes import Value
@@ -38,6 +38,12 @@ class TensorPieces(NamedTuple):
     dtype: DType
     shape: tuple[int, ...]
     pieces: tuple[tuple[Box, Location], ...]
+
+    def pieces_as(self, dtype: DType) -> tuple[tuple[Box, Location], ...]:
+        """Return the pieces, converted to a type if they have another one."""
+        if self.dtype == dtype:
+            return self.pieces
+        return tuple((box, Converted(place, self.dtype)) for box, place in self.pieces)
 
 
 class FlatVector(NamedTuple):

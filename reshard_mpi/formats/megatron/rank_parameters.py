@@ -1,0 +1,169 @@
+"""Tell which ranks of a Megatron training belong together (`ParallelSizes`), with which parameters.
+
+Files do not say it. It follows from the arguments, the pieces of the weights, and how many ranks have buckets.
+(megatron/core/parallel_state.py and optimizer/__init__.py of Megatron-Core 0.19)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats.locations import ByteRanges
+from reshard_mpi.formats.megatron.model_names import is_expert, place_of
+from reshard_mpi.formats.megatron.parameter_order import ModelPlace, Parameter, TensorSlice
+from reshard_mpi.formats.nest.nodes import Dict, Value
+from reshard_mpi.formats.torch.tensor_pieces import TensorPieces
+from reshard_mpi.sharding.box import Box
+
+# A family: its ranks by stage, which part of how many it has of cut tensors, and which experts (None: all).
+_Family = tuple[list[int], int, int, range | None]
+
+
+class ParallelSizes:
+    """Over how many ranks the training was cut in each way.
+
+    Attributes:
+        expert_parts: over how many ranks each expert is cut.
+    """
+
+    def __init__(
+        self,
+        args: Mapping[str, Value],
+        weights: Mapping[str, Value],
+        ranks: Mapping[int, Mapping[int, object]],
+        objects: Mapping[tuple[int, str], Mapping[int, Value]],
+        folder: str,
+    ) -> None:
+        self._ranks, self._objects, self._folder, self._weights = ranks, objects, folder, weights
+        dense = next((len(own) for chain, own in ranks.items() if not self.is_of_experts(chain)), None)
+        self._tensor = _count(args.get("tensor_model_parallel_size")) or self._vocabulary_parts()
+        stages = _count(args.get("pipeline_model_parallel_size"))
+        if dense is not None and dense % self._tensor == 0:
+            stages = stages or dense // self._tensor
+        if stages is None or (dense is not None and dense != self._tensor * stages):
+            raise ShardError(
+                "the arguments of a Megatron checkpoint contradict its files",
+                expected=f"an optimizer of {self._tensor} tensor-parallel ranks times {stages or 'some'} stages",
+                got=f"{dense} model-parallel ranks",
+                where=folder,
+                remedy="copy or restore all files of one save",
+            )
+        self._stages = stages
+        self.expert_parts = _count(args.get("expert_tensor_parallel_size")) or self._expert_parts()
+
+    def is_of_experts(self, chain: int) -> bool | None:
+        """Tell whether a chained optimizer has the experts; None: it is the only one, and has all parameters."""
+        if len(self._ranks) == 1:
+            return None
+        value = self._objects.get((chain, "optimizer"), {}).get(0)
+        groups = value.get("param_groups") if type(value) is Dict else None
+        return any(type(group) is Dict and group.get("is_expert_parallel") is True for group in groups or [])
+
+    def families(self, chain: int) -> Iterator[_Family]:
+        """Yield the ranks of a chained optimizer: together all stages that have the same part of tensors."""
+        count = len(self._ranks[chain])
+        if not self.is_of_experts(chain):
+            for part in range(self._tensor):
+                yield [part + self._tensor * stage for stage in range(self._stages)], part, self._tensor, None
+            return
+        experts = self._experts()
+        parts = self.expert_parts
+        shares = count // (parts * self._stages)
+        if parts * shares * self._stages != count or not shares or experts % shares:
+            raise ShardError(
+                "the optimizer of experts in a Megatron checkpoint contradicts its weights",
+                expected=f"{experts} experts, cut over {parts} tensor-parallel ranks in {self._stages} stages",
+                got=f"{count} ranks of its optimizer",
+                where=self._folder,
+            )
+        own = experts // shares
+        for share in range(shares):
+            for part in range(parts):
+                ranks = [part + parts * (share + shares * stage) for stage in range(self._stages)]
+                yield ranks, part, parts, range(share * own, (share + 1) * own)
+
+    def _vocabulary_parts(self) -> int:
+        embedding = self._weights.get("embedding.word_embeddings.weight")
+        return len({box for box, _ in embedding.pieces}) if type(embedding) is TensorPieces else 1
+
+    def _experts(self) -> int:
+        numbers = [0]
+        for key, own in self._weights.items():
+            place = place_of(key)
+            if place.stacked_experts and type(own) is TensorPieces:
+                numbers.append(own.shape[place.stacked_layers])
+            elif place.expert is not None:
+                numbers.append(place.expert + 1)
+        return max(numbers)
+
+    def _expert_parts(self) -> int:
+        """Return into how many parts the second matrix of an expert is cut; the first one may be cut into halves."""
+        of_second = [key for key in self._weights if is_expert(key) and ".linear_fc2.weight" in key]
+        return min((len(cell) for key in of_second for cell in cells_of(key, self._weights[key]).values()), default=1)
+
+
+def _count(value: Value) -> int | None:
+    return value if type(value) is int and value > 0 else None
+
+
+# By layer and expert, the pieces of a tensor in order.
+Cells = dict[tuple[int, int], list[tuple[Box, ByteRanges]]]
+
+
+def cells_of(key: str, tensor: TensorPieces) -> Cells:
+    """Return the pieces of a tensor by layer and expert."""
+    place = place_of(key)
+    cells: Cells = {}
+    for box, location in sorted(tensor.pieces, key=lambda piece: piece[0].start):
+        layer = box.start[0] if place.stacked_layers else place.layer or 0
+        expert = box.start[place.stacked_layers] if place.stacked_experts else place.expert or 0
+        if isinstance(location, ByteRanges):
+            cells.setdefault((layer, expert), []).append((box, location))
+    return cells
+
+
+# Both halves of a gated matrix where they are tensors of their own (`singleton_local_shards`).
+_GATE, _UP = "_w", "_v"
+
+
+def parameters_of(
+    cells: Mapping[str, Cells],
+    weights: Mapping[str, Value],
+    part: int,
+    parts: int,
+    experts: range | None,
+    folder: str,
+) -> Iterator[Parameter]:
+    """Yield the parameters of a tensor-parallel rank: gated ones have two slices, one of each half."""
+    for key, of_key in cells.items():
+        stem, half = key[: -len(_GATE)], key[-len(_GATE) :]
+        if half == _UP and stem + _GATE in cells:
+            continue
+        keys = (key, stem + _UP) if half == _GATE and stem + _UP in cells else (key,)
+        named = place_of(key)
+        for layer, expert in of_key:
+            if experts is not None and expert not in experts:
+                continue
+            own = [
+                TensorSlice(name, *piece)
+                for name in keys
+                for piece in _slices(name, cells[name].get((layer, expert), []), part, parts, folder)
+            ]
+            yield Parameter(ModelPlace(named.section, layer, named.part, expert), weights[key].dtype, tuple(own))
+
+
+def _slices(
+    key: str, pieces: Sequence[tuple[Box, ByteRanges]], part: int, parts: int, folder: str
+) -> Sequence[tuple[Box, ByteRanges]]:
+    """Return the pieces of a tensor that a tensor-parallel rank has. Raises ShardError if they cannot be told."""
+    if len(pieces) == 1:
+        return pieces
+    if len(pieces) in (parts, 2 * parts):
+        return pieces[part::parts]
+    raise ShardError(
+        f"how {key!r} of a Megatron checkpoint is cut is not known",
+        expected=f"1, {parts} or {2 * parts} parts, with {parts} tensor-parallel ranks",
+        got=f"{len(pieces)}",
+        where=folder,
+    )
