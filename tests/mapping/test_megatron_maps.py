@@ -13,6 +13,7 @@ import pytest
 from support.checkpoints import read_shard, write_shard
 from support.command_line import done
 from support.examples import few
+from support.full_checkpoints import Weights
 from support.pages import blocks
 
 import reshard_mpi
@@ -58,19 +59,6 @@ class Sizes(NamedTuple):
             "num_key_value_heads": self.groups,
             "num_attention_heads": self.groups * self.heads_of_group,
         }
-
-
-class Weights:
-    """Arrays no two of whose elements are equal."""
-
-    def __init__(self) -> None:
-        self._next = 1
-
-    def __call__(self, *shape: int) -> Array:
-        size = int(np.prod(shape))
-        array = np.arange(self._next, self._next + size, dtype=np.float32).reshape(shape)
-        self._next += size
-        return array
 
 
 class Both(NamedTuple):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.checkpoints import as_read, read_shard, write_shard
 from support.examples import few
+from support.full_checkpoints import Weights
 
 import reshard_mpi
 from reshard_mpi.errors import MapError, StrategyError
@@ -28,19 +29,6 @@ CONFIG = {
     "vocab_size": VOCABULARY,
     "hidden_size": HIDDEN,
 }
-
-
-class Weights:
-    """Arrays no two of whose elements are equal."""
-
-    def __init__(self) -> None:
-        self._next = 1
-
-    def __call__(self, *shape: int) -> Array:
-        size = int(np.prod(shape))
-        array = np.arange(self._next, self._next + size, dtype=np.float32).reshape(shape)
-        self._next += size
-        return array
 
 
 class Through(NamedTuple):

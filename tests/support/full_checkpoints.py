@@ -44,3 +44,16 @@ def assert_held(folder: Path, expected: Tensors) -> None:
     assert found.keys() == expected.keys()
     for name, array in expected.items():
         assert found[name].dtype == array.dtype and np.array_equal(found[name], array), name
+
+
+class Weights:
+    """Arrays no two of whose elements are equal."""
+
+    def __init__(self) -> None:
+        self._next = 1
+
+    def __call__(self, *shape: int) -> Array:
+        size = int(np.prod(shape))
+        array = np.arange(self._next, self._next + size, dtype=np.float32).reshape(shape)
+        self._next += size
+        return array
