@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import itertools
 import json
 import shutil
 import tempfile
@@ -26,6 +27,8 @@ from reshard_mpi.errors import TargetError, UsageError
 from reshard_mpi.journal import commit
 
 Array = np.ndarray[Any, Any]
+# Of storages; a key that was of two in one file would be of two sizes.
+KEYS = map(str, itertools.count())
 BF16 = np.dtype(ml_dtypes.bfloat16)
 ENUMS = "megatron.core.transformer.enums"
 LAYER = "decoder.layers."
@@ -50,7 +53,7 @@ def array(shape: tuple[int, ...], salt: int, dtype: Any = np.float32) -> Array:
 
 
 def tensor(values: Array) -> Any:
-    return torch_peer.tensor(dcp_peer.sample(values), str(id(values)))
+    return torch_peer.tensor(dcp_peer.sample(values), next(KEYS))
 
 
 SHAPES = {
