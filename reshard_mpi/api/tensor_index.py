@@ -55,9 +55,14 @@ def chosen_of(
     The view turns slices of negative steps, and leaves out dimensions of integers; None: all as it is. Raises as
     `positions` does.
     """
-    if type(index) is int and shape:  # the most frequent index by far: one row
+    # One row, or several, are by far the most frequent.
+    if type(index) is int and shape:
         row = _integer(index, shape[0], name)
         return [range(row, row + 1), *map(range, shape[1:])], (0,)
+    if type(index) is slice and shape:
+        rows = _range(index, shape[0], name)
+        if rows.step > 0:
+            return [rows, *map(range, shape[1:])], None
     chosen: list[range] = []
     view: list[int | slice] = []
     for each in positions(index, shape, name):

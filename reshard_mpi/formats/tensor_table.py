@@ -365,11 +365,27 @@ class ChunkedTensors(TensorTable):
             kind = tensors.kinds[tensors.kind_ids[number]]
             if (kind.dtype, kind.shape) != (dtype, box.shape) or not (box.ndim == whole.ndim and whole.contains(box)):
                 raise ValueError(f"a piece of {name!r} is {kind.dtype} {list(kind.shape)}, listed as {dtype} at {box}")
-        key = tuple((piece.box, id(piece.tensors)) for piece in pieces)
-        list_number = self._number_of_list.setdefault(key, len(self.chunk_lists))
-        if list_number == len(self.chunk_lists):
-            self.chunk_lists.append(tuple((piece.box, piece.tensors) for piece in pieces))
-        self._add(name, TensorType(dtype, shape), list_number, tuple(piece.number for piece in pieces))
+        chunks = tuple((piece.box, piece.tensors) for piece in pieces)
+        self._add(name, TensorType(dtype, shape), self._number_of(chunks), tuple(piece.number for piece in pieces))
+
+    def add_whole(self, tensors: TensorTable) -> None:
+        """Add every tensor of a file that holds them whole. Raises ValueError if there is one of a name already."""
+        of_kind: dict[int, tuple[TensorType, int]] = {}
+        for name, number in tensors.index_by_name.items():
+            kind_id = tensors.kind_ids[number]
+            if kind_id not in of_kind:
+                dtype, shape = tensors.kinds[kind_id].dtype, tensors.kinds[kind_id].shape
+                of_kind[kind_id] = TensorType(dtype, shape), self._number_of(((Box.whole(shape), tensors),))
+            self._add(name, *of_kind[kind_id], (number,))
+
+    def _number_of(self, chunks: PieceList) -> int:
+        """Return the number of a list of pieces; add the list if it is new."""
+        number = self._number_of_list.setdefault(
+            tuple((box, id(tensors)) for box, tensors in chunks), len(self.chunk_lists)
+        )
+        if number == len(self.chunk_lists):
+            self.chunk_lists.append(chunks)
+        return number
 
     def add_unreadable(self, name: str, dtype: DType, shape: tuple[int, ...], why: str) -> None:
         """Add a tensor that cannot be read. Raises ValueError if there is one of its name already.

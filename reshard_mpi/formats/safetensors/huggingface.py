@@ -31,7 +31,7 @@ from reshard_mpi.formats.safetensors import reader, writer
 from reshard_mpi.formats.safetensors.file_header import FORMAT, TORCH
 from reshard_mpi.formats.safetensors.json_reader import Json, JsonReader, shown
 from reshard_mpi.formats.safetensors.reader import read_back
-from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable
+from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import KIB, MIB
 
@@ -212,9 +212,7 @@ def open_folder(folder: str) -> dict[int, Manifest]:
             _require_numbers(held, listing.weight_map)
         elif listing.listed_by is not None:
             require_listed(listing.weight_map, file, held, folder)
-        for name, number in held.index_by_name.items():
-            kind = held.kinds[held.kind_ids[number]]
-            listed.add_listed(name, kind.dtype, kind.shape, [ListedChunk(Box.whole(kind.shape), held, number)])
+        listed.add_whole(held)
     require_all(listing.weight_map, listed, folder)
     same = {name: next(iter(texts)) for name, texts in strings.items() if len(texts) == 1 and name not in listed}
     differing = (f"of the metadata {name!r}, of which there are several" for name in strings.keys() - same.keys())
