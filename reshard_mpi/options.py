@@ -104,12 +104,22 @@ def check_numbers(values: object, name: str) -> tuple[int, ...]:
     return tuple(check_number(value, f"one of {name}") for value in values)
 
 
-def check_part(value: object, name: str) -> tuple[int, int]:
-    """Return (i, n): share number i, from 0, of n shares. Raises UsageError if there is no such share."""
+class TargetShare(NamedTuple):
+    """A share of the targets."""
+
+    number: int  # from 0
+    shares: int  # how many there are
+    variable: str = ""  # the environment variable that says the number, if it was not given
+
+
+def check_part(value: object, name: str) -> TargetShare:
+    """Return a share, given as (i, n) or as a text such as "auto/8". Raises UsageError if there is no such share."""
+    if isinstance(value, str):
+        return read_part(value)
     numbers = check_numbers(value, name)
     if len(numbers) != 2 or not 0 <= numbers[0] < numbers[1]:
         raise UsageError(f"{name} is no share", expected="(i, n) with i from 0 to n - 1", got=repr(value))
-    return numbers[0], numbers[1]
+    return TargetShare(*numbers)
 
 
 def check_memory(value: object, name: str) -> str | int:
@@ -183,14 +193,19 @@ def read_ranks(text: str) -> tuple[int, ...]:
     return tuple(number for numbers in ranges for number in numbers)
 
 
-def read_part(text: str) -> tuple[int, int]:
-    """Return a share and the number of shares, of a text such as `0/4`. Raises UsageError for any other text."""
+def read_part(text: str) -> TargetShare:
+    """Return a share, of a text such as `0/4`, or `auto/4` in a task of an array. Raises UsageError for any other."""
     share, slash, shares = text.partition("/")
     if len(shares) > _MAX_DIGITS and shares.isdecimal():
         raise _wrong_word(f"I/N with N of {_MAX_DIGITS} digits at most", text)
+    if share == "auto" and _is_number(shares) and int(shares):
+        from reshard_mpi.processes.task_number import task_number
+
+        number, variable = task_number(int(shares), os.environ)
+        return TargetShare(number, int(shares), variable)
     if not (slash and _is_number(share) and _is_number(shares) and int(share) < int(shares)):
-        raise _wrong_word("I/N with I from 0 to N-1", text)
-    return int(share), int(shares)
+        raise _wrong_word("I/N with I from 0 to N-1, or auto/N", text)
+    return TargetShare(int(share), int(shares))
 
 
 class Kind(NamedTuple):
@@ -303,7 +318,7 @@ OPTIONS = {
         Option("core_version", one_of("0.15", "0.16", "0.17", "0.18", "0.19"), is_recorded=True),
         Option("crc", FLAG, default=False, is_recorded=True),
         Option("rank", RANKS, "RANKS", is_of_task=True),
-        Option("part", PART, "I/N", is_of_task=True),
+        Option("part", PART, "I/N|auto/N", is_of_task=True),
         Option("resume", FLAG, default=False, is_of_task=True),
         Option("overwrite", FLAG, default=False),
         Option("verify", FLAG, default=False),

@@ -61,7 +61,7 @@ def transform(
     source_format: str | None = None,
     src_files: int | None = None,
     rank: int | Iterable[int] | None = None,
-    part: tuple[int, int] | None = None,
+    part: tuple[int, int] | str | None = None,
     resume: bool = False,
     overwrite: bool = False,
     unlisted: str = "follow",
@@ -97,7 +97,8 @@ def transform(
         source_format: read only files of this format, if there are several.
         src_files: how many files the source was saved in, where nothing in it tells.
         rank: the targets to make, one or several; None: all.
-        part: (i, n), share number i from 0 of n shares of them.
+        part: (i, n), share number i from 0 of n shares of them; "auto/n" in a task of a cluster's array, whose runner
+            says the number.
         accumulated: as in `transform_checkpoints`.
         dp, zero_stage: for how many data-parallel ranks, and for which stage of ZeRO, files of format "deepspeed" are.
         core_version: which release of Megatron-Core is to load files of format "megatron", such as "0.19".

@@ -217,7 +217,7 @@ def _request_of_files(request: Request, choose: _Choose | None) -> Request:
         )
         names = _chosen_names(plan.tensors.specs.names, choose)
         files, parts = _files(plan, names)
-    share, shares = request.part or (0, 1)
+    share, shares = (0, 1) if request.part is None else (request.part.number, request.part.shares)
     numbers = (*range(parts)[share::shares], *(range(parts, len(files.held)) if share == 0 else ()))
     # Otherwise tensors that are left out would be placed like those they are named after.
     unlisted = request.unlisted if choose is None else Unlisted.DROP

@@ -107,7 +107,12 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     shown = printed.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="print it as JSON")
     shown.add_argument(
-        "--sbatch", action="store_true", help="print a SLURM array script that does it, memory and time from the plan"
+        "--script",
+        choices=("slurm", "kubernetes"),
+        help="print what a cluster does it by, a SLURM array or an Indexed Job, with memory and time from the plan",
+    )
+    shown.add_argument(
+        "--sbatch", dest="script", action="store_const", const="slurm", help="the same as --script slurm"
     )
     shown.add_argument(
         "--plot",
@@ -266,7 +271,8 @@ def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         share,
         "part",
         "make the I-th (from 0) of N shares of the targets, which are dealt out in turn: 0/2 is 0, 2, 4 and so on;"
-        " with as many shares as targets or more, target I",
+        " with as many shares as targets or more, target I; auto/N: the cluster's runner says which task of an array"
+        " this is",
     )
     again = files.add_mutually_exclusive_group()
     add(again, "resume", "skip targets this same run has completed")

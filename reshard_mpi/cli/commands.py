@@ -209,27 +209,28 @@ def _plan(options: argparse.Namespace) -> int:
         return _draw(options, asked)
     if options.explain is not None:
         return _explain(options, asked)
-    if options.sbatch:
+    if options.script:
         if asked.rank is not None or asked.part is not None:
             raise UsageError(
-                "--sbatch goes with all targets",
+                "a script goes with all targets",
                 expected="neither --rank nor --part: the script gives every task its part",
                 got="--rank" if asked.part is None else "--part",
             )
         asked = asked._replace(resume=not asked.overwrite)  # as the tasks will do it
     with _world(options) as group:
         # A batch script is for other hosts than this one.
-        allowed = asked._replace(memory=UNLIMITED) if options.sbatch else asked
+        allowed = asked._replace(memory=UNLIMITED) if options.script else asked
         with _shown(options, group) as progress:
             planned, outcome = plan_targets(allowed, group, progress, lists_tensors=options.verbose)
         outcome = outcome._replace(notes=(*outcome.notes, *told_rules(planned.rules, are_all=options.verbose)))
         if group.rank == 0:
             if options.json:
                 show(json.dumps(planned.as_json(), indent=1))
-            elif options.sbatch:
-                from reshard_mpi.cli.batch_script import batch_script
+            elif options.script:
+                from reshard_mpi.cli.cluster_scripts import cluster_script
 
-                script = batch_script(asked, planned, len(planned.targets) + len(outcome.targets))
+                target_ranks = len(planned.targets) + len(outcome.targets)
+                script = cluster_script(options.script, asked, planned, target_ranks)
                 show(os.fsencode(script))  # paths in it may be of any bytes
                 _tell(outcome, options)
             else:

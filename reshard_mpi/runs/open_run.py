@@ -55,11 +55,13 @@ class Run(NamedTuple):
 
     @property
     def target_notes(self) -> tuple[str, ...]:
-        """Notes for the user on target paths: a name like `one.pt` becomes a folder all the same."""
-        target = self.request.target.rstrip("/")
-        if not self.targets or formats.name_of(target) is None:
-            return ()
-        return (f"{target} is a folder, in which the targets are written: {self.path(self.targets[0])}",)
+        """Notes on which targets these are, and on their paths: a name like `one.pt` becomes a folder all the same."""
+        target, part, notes = self.request.target.rstrip("/"), self.request.part, []
+        if part is not None and part.variable:
+            notes.append(f"this is task {part.number} of {part.shares}, counted from 0, as {part.variable} says")
+        if self.targets and formats.name_of(target) is not None:
+            notes.append(f"{target} is a folder, in which the targets are written: {self.path(self.targets[0])}")
+        return tuple(notes)
 
     def journal(self) -> Journal | Unrecorded:
         """Return the journal, which keeps the state of this run in the target folder."""
@@ -331,7 +333,7 @@ def chosen_targets(request: Request, conversion: Conversion) -> tuple[int, ...]:
     all_ranks = range(target.world_size)
     if request.part is None:
         return tuple(all_ranks)
-    share, shares = request.part
+    share, shares = request.part.number, request.part.shares
     if shares >= len(all_ranks):
         return tuple(all_ranks[share : share + 1])
     if are_even(target):

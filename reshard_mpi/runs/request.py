@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard_mpi.errors import UsageError
+from reshard_mpi.options import TargetShare
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.tensor_names import Accumulated, Unlisted
 from reshard_mpi.processes.governor import Allowance
@@ -64,7 +65,7 @@ class Request(NamedTuple):
     source_format: str | None = None  # read only files of this format; None: of any
     src_files: int | None = None  # number of files the source was saved in, if the user gives it
     rank: tuple[int, ...] | None = None  # targets to make; None: all
-    part: tuple[int, int] | None = None  # (i, n): share number i of n of the targets
+    part: TargetShare | None = None  # of the targets
     resume: bool = False  # keep complete targets of this same run
     overwrite: bool = False  # replace targets of other runs
     unlisted: Unlisted = Unlisted.FOLLOW  # handling of tensors in no strategy

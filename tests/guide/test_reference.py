@@ -27,7 +27,8 @@ from reshard_mpi.text import MIB
 PAGES = [README, *sorted(GUIDE.glob("*.md"))]
 # Of the command line itself, and those of other programs.
 _OTHERS = {"--help", "--array", "--dependency", "--kill-on-invalid-dep", "--mpi", "--nodes", "--ntasks", "--parsable"}
-_OTHERS |= {"--mem", "--nproc-per-node", "--wrap"}
+_OTHERS |= {"--mem", "--nproc-per-node", "--wrap", "--cc"}
+_OTHERS |= {"--array-properties", "--job-definition", "--job-name", "--job-queue", "--retry-strategy"}
 
 
 def table_of(page: str, heading: str) -> list[list[str]]:

@@ -1,12 +1,17 @@
-"""dask: arrays of an open checkpoint, computed in processes of its own, which open it again."""
+"""dask: arrays of an open checkpoint, and parts of a run, in processes of its own."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.checkpoints import write_ranks
+from support.command_line import done
+from support.conversions import shards
+from support.pages import GUIDE, block_run_by
 
 import reshard_mpi
 
@@ -30,3 +35,17 @@ def test_norms_of_all_tensors(tmp_path: Path, form: str) -> None:
     for name, array in tensors.items():
         assert found[name] == pytest.approx(np.linalg.norm(array), rel=1e-12)
         assert (whole[name] == array).all()
+
+
+def test_parts_of_a_run(tmp_path: Path) -> None:
+    done("demo", tmp_path / "try")
+    program = tmp_path / "try/parts.py"
+    program.write_text(block_run_by((GUIDE / "arrays.md").read_text(), "test_parts_of_a_run"))
+    finished = subprocess.run(
+        [sys.executable, program.name], cwd=program.parent, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    folders = [program.parent / name for name in ("src", "whole", "src_strategy.ckpt", "dst_strategy.ckpt")]
+    reshard_mpi.transform(*folders)
+    assert shards(program.parent / "out") == shards(program.parent / "whole")
+    assert (program.parent / "out/reshard.json").exists()

@@ -1,4 +1,4 @@
-"""`plan --sbatch`: a batch script that is right as text, and does what a serial run does when it is run."""
+"""`plan --script`: scripts and manifests that are right as text, and do what a serial run does when they are run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
+import yaml
 from support import deepspeed_peer
 from support.cases import Side
 from support.checkpoints import read_shard
@@ -21,7 +25,7 @@ from support.oracle import RawLayout
 from support.processes import Finished, run_command
 
 from reshard_mpi.cli import arguments
-from reshard_mpi.cli.batch_script import batch_script
+from reshard_mpi.cli.cluster_scripts import cluster_script
 from reshard_mpi.options import OPTIONS
 from reshard_mpi.runs.plan_command import Plan, RankSummary
 from reshard_mpi.runs.request import Request
@@ -42,8 +46,7 @@ def staged(folder: Path, kind: str = "ckpt") -> Conversion:
 
 
 def script_of(c: Conversion, *options: str) -> str:
-    finished = c.done("plan", "--sbatch", *options)
-    return finished.out
+    return c.done("plan", "--script", "slurm", *options).out
 
 
 def settings(script: str) -> dict[str, str]:
@@ -183,7 +186,7 @@ def test_what_becomes_of_tensors_is_passed_on(c: Conversion, tmp_path: Path, dir
 
 def test_the_checkpoint_that_the_target_is_to_be_like_and_lengths_of_axes_are_passed_on(tmp_path: Path) -> None:
     asked = Request("src", "dst", map=(f"{tmp_path}/map.toml",), like="like it", axis=("m=4", "n=2"))
-    script = batch_script(asked, Plan((), "a source"), 2)
+    script = cluster_script("slurm", asked, Plan((), "a source"), 2)
     assert f"--like='{Path('like it').absolute()}'" in script
     assert "--axis=m=4" in script and "--axis=n=2" in script
 
@@ -268,10 +271,10 @@ REQUEST = Request("s", "d", prefix="net", resume=True)
 
 
 def test_as_many_tasks_as_targets_up_to_what_slurm_takes() -> None:
-    script = batch_script(REQUEST, plan_of([1] * 1000, 100 * MIB + 1), 1000)
+    script = cluster_script("slurm", REQUEST, plan_of([1] * 1000, 100 * MIB + 1), 1000)
     assert settings(script)["array"] == "0-999" and "Task R makes target rank R." in script
     assert settings(script)["mem"] == "165M"
-    script = batch_script(REQUEST, plan_of([1] * 1001, 100 * MIB), 1001)
+    script = cluster_script("slurm", REQUEST, plan_of([1] * 1001, 100 * MIB), 1001)
     assert settings(script)["array"] == "0-999" and '--part "$SLURM_ARRAY_TASK_ID/1000"' in script
     assert "There are 1000 tasks, since SLURM by default takes no more than 1001" in script
     assert settings(script)["mem"] == "164M"
@@ -289,7 +292,7 @@ def test_as_many_tasks_as_targets_up_to_what_slurm_takes() -> None:
     ],
 )
 def test_time(sizes: list[int], time: str) -> None:
-    assert settings(batch_script(REQUEST, plan_of(sizes, MIB), len(sizes)))["time"] == time
+    assert settings(cluster_script("slurm", REQUEST, plan_of(sizes, MIB), len(sizes)))["time"] == time
 
 
 # As it runs
@@ -339,3 +342,115 @@ def commit_command(script: str) -> str:
 
 def commit_by(command: str, folder: Path) -> Finished:
     return run_command(["bash", "-c", command], env={"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"})
+
+
+# Kubernetes
+
+
+def manifest_of(c: Conversion, *options: str) -> dict[str, Any]:
+    manifest = yaml.safe_load(c.done("plan", "--script", "kubernetes", *options).out)
+    schema = json.loads((Path(__file__).parents[1] / "support/kubernetes_job.json").read_text())
+    jsonschema.Draft202012Validator(schema).validate(manifest)
+    assert isinstance(manifest, dict)
+    return manifest
+
+
+def container_of(manifest: dict[str, Any]) -> dict[str, Any]:
+    (container,) = manifest["spec"]["template"]["spec"]["containers"]
+    assert isinstance(container, dict)
+    return container
+
+
+def mounts_of(manifest: dict[str, Any]) -> dict[str, bool]:
+    """Return the mounted folders, each with whether it may be written to."""
+    return {mount["mountPath"]: not mount.get("readOnly", False) for mount in container_of(manifest)["volumeMounts"]}
+
+
+def run_index(folder: Path, manifest: dict[str, Any], index: int) -> Finished:
+    """Run the command of an index, elsewhere."""
+    stub = folder / "bin" / "reshard-mpi"
+    stub.parent.mkdir(exist_ok=True)
+    (folder / "elsewhere").mkdir(exist_ok=True)
+    stub.write_text(f'#!/bin/sh\nexec {shlex.join(COMMAND)} "$@"\n')
+    stub.chmod(0o755)
+    env = {"PATH": f"{stub.parent}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": str(index)}
+    return run_command(container_of(manifest)["command"], env=env, cwd=folder / "elsewhere")
+
+
+def test_a_manifest_says_what_the_plan_says(c: Conversion, tmp_path: Path) -> None:
+    manifest = manifest_of(c)
+    planned = json.loads(c.run("plan", "--json").out)
+    spec = manifest["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
+    memory = f"{-(-planned['peak_bytes'] // MIB) + 64}Mi"
+    resources = container_of(manifest)["resources"]
+    assert (resources["requests"]["memory"], resources["limits"]["memory"]) == (memory, memory)
+    *_, for_ever = spec["podFailurePolicy"]["rules"]
+    assert for_ever["onExitCodes"] == {"containerName": "main", "operator": "In", "values": [2, 3, 5]}
+    assert mounts_of(manifest) == {str(tmp_path): True}  # the target lies beside the source and the strategies
+    assert {volume["name"] for volume in spec["template"]["spec"]["volumes"]} == {"folder-0"}
+
+
+def test_each_folder_is_mounted_and_only_the_target_may_be_written_to(c: Conversion, tmp_path: Path) -> None:
+    for folder in ("data", "plans", "made/out"):
+        (tmp_path / folder).mkdir(parents=True)
+    strategies = [tmp_path / "plans" / name for name in ("from.ckpt", "to.ckpt")]
+    for strategy, path in zip((c.src_strategy, c.dst_strategy), strategies):
+        assert strategy is not None
+        strategy.rename(path)
+    source = c.src.rename(tmp_path / 'data/it\'s "1"')
+    (tmp_path / "map.toml").write_text('[[map]]\neq = "{p*} <=> {p*}"\n')
+    apart = c.but(src=source, dst=tmp_path / "made/out", src_strategy=strategies[0], dst_strategy=strategies[1])
+    expected = {str(source): False, str(tmp_path / "plans"): False, str(tmp_path / "made"): True}
+    assert mounts_of(manifest_of(apart)) == expected
+    assert mounts_of(manifest_of(apart, "--forward", "--map", str(tmp_path / "map.toml"))) == {str(tmp_path): True}
+
+
+def test_a_map_that_comes_with_the_program_is_known_by_its_name(tmp_path: Path) -> None:
+    c = make(tmp_path)
+    manifest = yaml.safe_load(
+        cluster_script("kubernetes", Request(str(c.src), str(c.dst), map=("hf-llama-megatron",)), Plan((), "a"), 2)
+    )
+    assert "--map=hf-llama-megatron " in container_of(manifest)["command"][2]
+    assert all("reshard_mpi" not in folder for folder in mounts_of(manifest))
+
+
+@of_every_kind
+def test_its_indexes_do_what_a_serial_run_does(tmp_path: Path, kind: str) -> None:
+    c = staged(tmp_path, kind)
+    c = c.but(dst=tmp_path / 'it\'s "out"')
+    whole = c.but(dst=tmp_path / "whole")
+    whole.done()
+    manifest = manifest_of(c)
+    for index in (5, 0, 3, 1, 2):
+        finished = run_index(tmp_path, manifest, index)
+        assert finished.code == 0, finished
+        assert f"this is task {index} of 6, counted from 0, as JOB_COMPLETION_INDEX says" in finished.err
+        assert c.written(index).exists()
+    assert run_index(tmp_path, manifest, 6).code == 2
+    assert run_index(tmp_path, manifest, 4).code == 0
+    assert run_index(tmp_path, manifest, 4).code == 0  # tried again when all is done
+    assert shards(c.dst) == shards(whole.dst)
+    assert (c.dst / "reshard.json").read_bytes() == (whole.dst / "reshard.json").read_bytes()
+
+
+def test_two_last_tasks_at_once_commit_all(tmp_path: Path) -> None:
+    c = staged(tmp_path)
+    whole = c.but(dst=tmp_path / "whole")
+    whole.done()
+    for turn in range(4):
+        own = c.but(dst=tmp_path / f"dst_{turn}")
+        own.done("transform", "--rank", "0-3")
+        words = [own.arguments("transform", "--part", f"{part}/6", "--resume", "--jobs", "1") for part in (4, 5)]
+        tasks = [subprocess.Popen([*COMMAND, *own_words], stderr=subprocess.PIPE, text=True) for own_words in words]
+        for task in tasks:
+            assert "Traceback" not in task.communicate()[1]
+            assert task.returncode == 0
+        assert (own.dst / "reshard.json").read_bytes() == (whole.dst / "reshard.json").read_bytes()
+        assert shards(own.dst) == shards(whole.dst)
+
+
+@pytest.mark.parametrize("name", ["a:b", "a\nb", "a\udcffb"])
+def test_what_kubernetes_cannot_mount_is_refused(c: Conversion, tmp_path: Path, name: str) -> None:
+    finished = c.but(src=c.src.rename(tmp_path / name), dst=tmp_path / "out/put").run("plan", "--script", "kubernetes")
+    assert finished.code == 2 and "Kubernetes cannot mount" in finished.err and not finished.out
