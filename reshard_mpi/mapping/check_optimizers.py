@@ -177,7 +177,7 @@ def _excluding(side: _Side, state: str) -> str:
 def _is_made_alike(
     state: DerivedTensor, parameter: DerivedTensor, origins: Collection[str], side: _Side, inventory: Inventory
 ) -> bool:
-    """Tell whether a state is arranged of its sources as its parameter is; True for other shapes.
+    """Tell whether a state is arranged of its sources as its parameter is; True if these have other shapes than its.
 
     Args:
         origins: what the parameter is made of, with what is equal to that.
@@ -188,8 +188,10 @@ def _is_made_alike(
         owner_of = {place: min(taken) if owner in origins else owner for place, owner in owner_of.items()}
     shapes = [inventory[state.sources[place]].shape for place in owner_of]
     shapes_of_owners = [inventory[owner].shape if owner in inventory else None for owner in owner_of.values()]
-    if state.shape.shape != parameter.shape.shape or shapes != shapes_of_owners:
+    if shapes != shapes_of_owners or all(prod(shape) == 1 for shape in shapes):
         return True
+    if state.shape.shape != parameter.shape.shape:
+        return False
     are_same = all(parameter.sources.get(place) == owner for place, owner in owner_of.items())
     if are_same and state.shape == parameter.shape:
         return True

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.nest.entries import entries_of, pairs_of, value_of
+from reshard_mpi.formats.nest.entries import entries_below, entries_of, pairs_of, value_of
 from reshard_mpi.formats.nest.nodes import parsed
 from reshard_mpi.mapping.numbered_state import Training
 from reshard_mpi.mapping.rules import Unlike
@@ -66,7 +66,7 @@ def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _is_grouped(node: Any) -> bool:
     """Tell whether a dictionary is an optimizer with groups of parameters, which have numbers or names."""
     groups = value_of(node, GROUPS)
-    if entries_of(value_of(node, STATE_KEY)) is None or not isinstance(groups, list) or not groups:
+    if entries_below(node, STATE_KEY) is None or not isinstance(groups, list) or not groups:
         return False
     members = [value_of(group, _PARAMETERS) for group in groups]
     return all(isinstance(keys, list) and all(type(key) in (int, str) for key in keys) for keys in members)

@@ -507,7 +507,10 @@ def test_missing_rank_folders_whose_boxes_replicas_hold(tmp_path: Path, kind: st
 
 USAGE = {
     "more_parts_than_can_be": (["--part", f"0/{10**19}"], "--part: expected I/N with N of 18 digits at most"),
-    "part_equal_to_the_number_of_parts": (["--part", "3/3"], r"--part: expected I/N with I from 0 to N-1, or auto/N, got '3/3'"),
+    "part_equal_to_the_number_of_parts": (
+        ["--part", "3/3"],
+        r"--part: expected I/N with I from 0 to N-1, or auto/N, got '3/3'",
+    ),
     "part_of_none": (["--part", "0/0"], "--part: expected I/N"),
     "part_without_number": (["--part", "1"], "--part: expected I/N"),
     "part_negative": (["--part", "-1/3"], "--part"),

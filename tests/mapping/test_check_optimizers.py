@@ -92,6 +92,18 @@ def test_parameters_put_together_have_both_states(form: Form) -> None:
         check(form, target, tensors | {of_state.name: made(of_state.name, *both[::-1], shape=(8, 4))})
 
 
+@FORMS
+def test_state_that_keeps_a_shape_its_parameter_had_is_refused(form: Form) -> None:
+    keys = ("0", "1") if form is Form.NUMBERS else ("a", "b")
+    states = [made(f"optim.state.{name}.exp_avg", f"optim.state.{key}.exp_avg") for name, key in zip("xy", keys)]
+    parameters = [made("model.x", "model.a"), made("model.y", "model.b")]
+    tensors = {tensor.name: tensor for tensor in (*parameters, *states)}
+    check(form, optimizer(Form.NAMES, "x", "y"), tensors)
+    flat = made("model.y", "model.b")._replace(shape=TargetShape((2, 8), parameters[1].shape.pairs, ()))
+    with pytest.raises(MapError, match=r"state of model\.y would be arranged in another way"):
+        check(form, optimizer(Form.NAMES, "x", "y"), tensors | {flat.name: flat})
+
+
 def _swapped(tensors: Made) -> Made:
     x, y = tensors["optim.state.x.exp_avg"], tensors["optim.state.y.exp_avg"]
     return tensors | {x.name: x._replace(sources=y.sources), y.name: y._replace(sources=x.sources)}

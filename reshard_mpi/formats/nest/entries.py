@@ -27,6 +27,17 @@ def value_of(node: Any, key: str) -> Any:
     return None
 
 
+def entries_below(node: Any, key: str) -> list[Any] | None:
+    """Return the entries of a dictionary in a dictionary: none if it is not there, None if something else is.
+
+    DCP of torch leaves out dictionaries that hold nothing, such as the state of an optimizer that keeps none.
+    """
+    own = entries_of(node)
+    if own is None or all(entry[0] != key for entry in own):
+        return None if own is None else []
+    return entries_of(value_of(node, key))
+
+
 def pairs_of(node: Any) -> list[tuple[Any, Any]]:
     """Return the keys that are texts or numbers and values of a dictionary, or places and items of a list or tuple."""
     if isinstance(node, dict) and isinstance(node.get("tuple"), list):
