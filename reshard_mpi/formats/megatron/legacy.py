@@ -15,7 +15,6 @@ from reshard_mpi.formats.locations import Location
 from reshard_mpi.formats.megatron.agreement import require_agreement
 from reshard_mpi.formats.megatron.flat_vectors import ParameterState, vector_states
 from reshard_mpi.formats.megatron.numbered_state import numbered_states
-from reshard_mpi.formats.megatron.optimizer_groups import kind_of_group, merged, not_of_one_save
 from reshard_mpi.formats.megatron.parameter_order import ElementReader
 from reshard_mpi.formats.megatron.rank_folders import VECTOR_FILE, LegacyRanks, RankFiles, is_chunk, read_ranks
 from reshard_mpi.formats.megatron.rank_slices import RankModel, RankTensor, in_slices, rank_tensors
@@ -23,6 +22,9 @@ from reshard_mpi.formats.megatron.training_tree import (
     FolderTraining,
     SavedTraining,
     differing,
+    kind_of_group,
+    merged,
+    not_of_one_save,
     with_members,
     without_members,
 )

@@ -1,4 +1,4 @@
-"""Pack a checkpoint into the files of Megatron-Core's torch_dist, to be loaded in any layout (`packed`).
+"""Pack a checkpoint into the files of Megatron-Core's torch_dist, to be loaded in any layout (`packed`, `as_read`).
 
 Of a whole training the weight KEY below `model` becomes KEY, its state `exp_avg` becomes
 `optimizer.state.exp_avg.KEY`, and the copy of the weights in float32 `optimizer.state.param.KEY`, as Megatron's form
@@ -16,8 +16,8 @@ from typing import NamedTuple
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import NEST
-from reshard_mpi.formats.megatron.chunk_names import NamedChunk
 from reshard_mpi.formats.megatron.common_state import common_state
+from reshard_mpi.formats.megatron.model_names import NamedChunk
 from reshard_mpi.formats.megatron.stacking import StackedPlace, stacked, unnumbered
 from reshard_mpi.formats.megatron.training_tree import FP32
 from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
@@ -30,13 +30,13 @@ from reshard_mpi.text import KIB, shortened
 # The string of the first file that says what else the checkpoint has.
 COMMON = "__megatron_common__"
 DEFAULT_RELEASE = "0.19"
-STATE = "optimizer.state."
+_STATE = "optimizer.state."
 _EXTRA = "_extra_state"
 # What modules of Megatron keep besides tensors has this behind its key: which one of how many.
 _SHARD = re.compile(r".*/shard_[\d.]+_[\d.]+")
 # The kind of state that is one number for all parameters, and is kept with the groups.
 _COUNTER = "step"
-FLOAT32 = "float32"
+_FLOAT32 = "float32"
 # In all files together.
 _MOST_CHUNKS = 1 << 20
 _MOST_EXTRA_BYTES = 1024 * KIB
@@ -44,7 +44,7 @@ _MOST_EXTRA_BYTES = 1024 * KIB
 _WITHOUT_EXTRA = ("embedding.", "output_layer.")
 
 
-class SortedTensors(NamedTuple):
+class _SortedTensors(NamedTuple):
     """The tensors of a source, sorted into weights and state: names in it, by key.
 
     Attributes:
@@ -79,7 +79,7 @@ def packed(
 ) -> Packed:
     """Return the files, as `PackingFormat.packed` says."""
     release = options.core_version or DEFAULT_RELEASE
-    root, found = source_tensors(tensors, strings)
+    root, found = _source_tensors(tensors, strings)
     model = root.get("model")
     kinds = {key: tensors[name] for key, name in found.weights.items()}
     places = stacked(kinds)
@@ -122,7 +122,7 @@ def packed(
     )
 
 
-def source_tensors(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> tuple[Dict, SortedTensors]:
+def _source_tensors(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> tuple[Dict, _SortedTensors]:
     """Return the nest of a source, and its tensors sorted. Raises TargetError if it has no model's."""
     root = _root(tensors, strings)
     found = _sorted(tensors, root.get("model"))
@@ -147,7 +147,7 @@ def _plain(value: Value) -> Value:
     return Dict([*(value.flat or ())]) if is_ordered else value
 
 
-def _sorted(tensors: Mapping[str, TensorType], model: Value) -> SortedTensors:
+def _sorted(tensors: Mapping[str, TensorType], model: Value) -> _SortedTensors:
     """Sort tensors by their names. Raises TargetError for state of a tensor that is no weight.
 
     Args:
@@ -155,7 +155,7 @@ def _sorted(tensors: Mapping[str, TensorType], model: Value) -> SortedTensors:
     """
     has_model = type(model) is Dict
     own_keys = {key for key, value in model.pairs() if type(value) is NestTensor} if has_model else set()
-    found = SortedTensors({}, {}, {}, [])
+    found = _SortedTensors({}, {}, {}, [])
     for name in tensors:
         if has_model and not name.startswith(MODEL):
             continue
@@ -167,8 +167,8 @@ def _sorted(tensors: Mapping[str, TensorType], model: Value) -> SortedTensors:
         else:  # within an object of a module
             found.others.append(name)
     for name in tensors if has_model else ():
-        key, _, kind = name.removeprefix(STATE).rpartition(".")
-        if name.startswith(STATE):
+        key, _, kind = name.removeprefix(_STATE).rpartition(".")
+        if name.startswith(_STATE):
             if key not in found.weights:
                 raise _not_held("state of parameters that the model has, by their names", name)
             found.state.setdefault(kind, {})[key] = name
@@ -188,14 +188,14 @@ def _not_held(expected: str, got: str) -> TargetError:
 
 
 def _weights(
-    found: SortedTensors, places: Mapping[str, StackedPlace], tensors: Mapping[str, TensorType]
+    found: _SortedTensors, places: Mapping[str, StackedPlace], tensors: Mapping[str, TensorType]
 ) -> Iterator[Part]:
     for key, name in found.weights.items():
         yield from _chunks("", places[key], name, tensors[name].shape)
 
 
 def _state(
-    found: SortedTensors, places: Mapping[str, StackedPlace], tensors: Mapping[str, TensorType]
+    found: _SortedTensors, places: Mapping[str, StackedPlace], tensors: Mapping[str, TensorType]
 ) -> Iterator[Part]:
     """Yield the chunks of the optimizer's state. A weight without a copy in float32 is its own.
 
@@ -217,8 +217,8 @@ def _state(
                     f"{kind} of shape {list(tensors[found.weights[key]].shape)}, as the weight {key!r} has it",
                     str(list(tensors[name].shape)),
                 )
-            dtype = FLOAT32 if kind == "param" and tensors[name].dtype.name != FLOAT32 else ""
-            yield from _chunks(f"{STATE}{kind}.", places[key], name, tensors[name].shape, dtype)
+            dtype = _FLOAT32 if kind == "param" and tensors[name].dtype.name != _FLOAT32 else ""
+            yield from _chunks(f"{_STATE}{kind}.", places[key], name, tensors[name].shape, dtype)
 
 
 def _chunks(prefix: str, own: StackedPlace, name: str, shape: tuple[int, ...], dtype: str = "") -> Iterator[Part]:
@@ -238,7 +238,7 @@ def _extra_values(model: Dict, places: Iterable[StackedPlace]) -> dict[str, Valu
 
 
 def _extra_tensors(
-    found: SortedTensors, places: Iterable[StackedPlace], tensors: Mapping[str, TensorType]
+    found: _SortedTensors, places: Iterable[StackedPlace], tensors: Mapping[str, TensorType]
 ) -> Iterator[tuple[str, str]]:
     """Yield what modules have besides tensors where it is one itself: the keys of objects, and names."""
     placed = [*places]
@@ -310,3 +310,36 @@ def _text(root: Dict) -> str:
         return flatten_tree.flatten(root, lambda value: type(value) is NestTensor).strings[NEST]
     except NestError as error:
         raise _not_held("settings besides tensors of moderate size", error.problem) from None
+
+
+def as_read(
+    tensors: Mapping[str, TensorType], strings: Mapping[str, str], own_types: Mapping[str, DType]
+) -> Packed | None:
+    """Return the whole tensors that files are read as, as `PackingFormat.as_read` says."""
+    _, found = _source_tensors(tensors, strings)
+    places = stacked({key: tensors[name] for key, name in found.weights.items()})
+    numbered = next((key for key, own in places.items() if own.key != key), None)
+    if numbered is not None:
+        raise TargetError(
+            "layers and experts that lie by themselves here are on top of each other in a checkpoint of Megatron",
+            expected="the record of the run that has put them there, which says file by file what was taken",
+            got=f"no record, and {numbered!r}, which is a part of {places[numbered].key!r}",
+            remedy="verify the folder that was written, with its .reshard_mpi",
+        )
+    parts = [*_parts_as_read(found, tensors)]
+    taken = {part.source for part in parts}
+    return Packed("", [parts], {}, left_out=tuple(name for name in tensors if name not in taken))
+
+
+def _parts_as_read(found: _SortedTensors, tensors: Mapping[str, TensorType]) -> Iterator[Part]:
+    """Yield whole tensors under the names that reading gives them."""
+    for key, name in (found.weights | found.extra).items():
+        yield Part(MODEL + key, name, Box.whole(tensors[name].shape))
+    copies = found.state.get(FP32, {})
+    for key in found.trained:
+        weight, name = found.weights[key], copies.get(key, found.weights[key])
+        if tensors[weight].dtype.name != _FLOAT32:
+            dtype = "" if tensors[name].dtype.name == _FLOAT32 else _FLOAT32
+            yield Part(f"{_STATE}{key}.{FP32}", name, Box.whole(tensors[name].shape), dtype)
+        for kind, own in found.moments.items():
+            yield Part(f"{_STATE}{key}.{kind}", own[key], Box.whole(tensors[own[key]].shape))

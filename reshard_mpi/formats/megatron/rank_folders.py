@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import DisagreementError, ShardError
 from reshard_mpi.filesystem import source_files
-from reshard_mpi.formats.megatron.optimizer_groups import not_of_one_save
-from reshard_mpi.formats.megatron.training_tree import plain
+from reshard_mpi.formats.megatron.training_tree import not_of_one_save, plain
 from reshard_mpi.formats.nest.nodes import Dict, Value
 from reshard_mpi.formats.torch.framework_files import pairs_of, read_content, text_of
 from reshard_mpi.text import natural_key

@@ -26,9 +26,16 @@ from reshard_mpi.formats.dcp.reader import located_items, metadata_of
 from reshard_mpi.formats.locations import Location
 from reshard_mpi.formats.megatron.agreement import require_agreement
 from reshard_mpi.formats.megatron.flat_state import BucketNames, of_buckets, unflattened
-from reshard_mpi.formats.megatron.optimizer_groups import merged, not_of_one_save
 from reshard_mpi.formats.megatron.parameter_order import ElementReader
-from reshard_mpi.formats.megatron.training_tree import FP32, MAIN_NAMES, FolderTraining, SavedTraining, differing
+from reshard_mpi.formats.megatron.training_tree import (
+    FP32,
+    MAIN_NAMES,
+    FolderTraining,
+    SavedTraining,
+    differing,
+    merged,
+    not_of_one_save,
+)
 from reshard_mpi.formats.nest.nodes import Dict, Value
 from reshard_mpi.formats.torch.file_content import content_of
 from reshard_mpi.formats.torch.framework_files import text_of

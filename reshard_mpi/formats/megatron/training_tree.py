@@ -1,14 +1,15 @@
-"""Arrange a Megatron training as one nest under the names of a whole training state (`arranged`)."""
+"""Arrange a Megatron training as one nest under names of a whole state (`arranged`), its groups merged (`merged`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from reshard_mpi.errors import ShardError
+from reshard_mpi.errors import DisagreementError, ShardError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.megatron.model_names import is_expert, layer_axes
 from reshard_mpi.formats.nest.nodes import MAX_DEPTH, Call, Dict, Global, Value
+from reshard_mpi.formats.torch.framework_files import text_of
 from reshard_mpi.formats.torch.tensor_pieces import TensorPieces, listed
 from reshard_mpi.formats.torch.tensors import StoredTensor
 from reshard_mpi.text import shortened
@@ -23,6 +24,8 @@ _NAMESPACE = Global("argparse", "Namespace")
 _RENAMED = {"opt_param_scheduler": "scheduler"}
 # What is about these files alone, or these ranks.
 _OF_LAYOUT = ("content_metadata", "rng_state", "optimizer")
+# What tells the groups of an optimizer from each other.
+_OF_GROUP_ALONE = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 _NO_MEMBERS = (
     "which parameters each group of the optimizer has is not in the files, and its groups are not those that Megatron"
     " makes by itself (with and without weight decay): they have no list of parameters"
@@ -209,3 +212,32 @@ def differing(keys: Sequence[str], what: str) -> Iterator[str]:
     """Say that keys are left out, if there are any, and why."""
     if keys:
         yield f"{shortened(sorted(keys), 3)}: {what}"
+
+
+def kind_of_group(group: Dict) -> str:
+    """Return what tells a group from others of its optimizer, as a text."""
+    return text_of(list(map(group.get, _OF_GROUP_ALONE)))
+
+
+def merged(optimizers: Sequence[Value], folder: str) -> list[Dict]:
+    """Return the groups of all ranks of an optimizer, each once: a rank has groups of its own parameters alone."""
+    groups_by_kind: dict[str, Dict] = {}
+    for rank, optimizer in enumerate(optimizers):
+        groups = optimizer.get("param_groups") if type(optimizer) is Dict else None
+        for group in groups or []:
+            if type(group) is not Dict:
+                raise ShardError("a group of the optimizer of a Megatron checkpoint is no dictionary", where=folder)
+            first = groups_by_kind.setdefault(kind_of_group(group), group)
+            if text_of(first) != text_of(group):
+                raise not_of_one_save("the settings of its optimizer's groups alike", f"others of rank {rank}", folder)
+    return [*groups_by_kind.values()]
+
+
+def not_of_one_save(expected: str, got: str, folder: str) -> DisagreementError:
+    return DisagreementError(
+        "the ranks of a Megatron checkpoint are not of one save",
+        expected=expected,
+        got=got,
+        where=folder,
+        remedy="copy or restore all files of one save",
+    )
