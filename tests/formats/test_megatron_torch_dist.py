@@ -310,6 +310,14 @@ def test_without_arguments(tmp_path: Path) -> None:
     require_all(tmp_path, training)
 
 
+@pytest.mark.parametrize("state", FORMS)
+def test_one_half_of_a_gated_matrix_is_lost(tmp_path: Path, state: str) -> None:
+    key = "decoder.layers.1.mlp.linear_fc1.weight"
+    write(tmp_path, gpt(2, is_apart=True), replace(CUT, state=state), spoil=lost(f"{key}_v"))
+    said = refused("plan", tmp_path, tmp_path.parent / "out")
+    assert repr(key) in said and "bfloat16 [8, 8], none" in said and str(tmp_path) in said
+
+
 # What a folder holds besides tensors
 
 

@@ -21,13 +21,20 @@ SCRIPT = Path(__file__).parent.parent / "support" / "megatron_ranks.py"
 STEPS = 3
 FOLDER = f"iter_{STEPS:07d}"
 # The layout in which a training was saved, and others in which it goes on.
-SOURCES: dict[str, dict[str, int]] = {"dense": {"tp": 2, "pp": 2}, "experts": {"ep": 2, "experts": 4}}
+SOURCES: dict[str, dict[str, int]] = {
+    "dense": {"tp": 2, "pp": 2},
+    "experts": {"ep": 2, "experts": 4},
+    "dense apart": {"tp": 2, "pp": 2, "apart": True},
+    "experts apart": {"ep": 2, "experts": 4, "apart": True},
+}
 CASES = [
     ("dense", {"tp": 1, "pp": 1}),
     ("dense", {"tp": 4, "pp": 1}),
     ("dense", {"tp": 1, "pp": 4}),
     ("experts", {"ep": 2, "pp": 2, "experts": 4}),
     ("experts", {"ep": 4, "experts": 4}),
+    ("dense apart", {"tp": 1, "pp": 1}),
+    ("experts apart", {"ep": 2, "experts": 4}),
 ]
 
 

@@ -157,12 +157,16 @@ class Training:
         """Return the tensors that must be read, by their names in a whole training state."""
         made = {}
         for key, part, _ in self.wholes():
-            dtype = self.type_of(part)
-            made[f"model.{key}"] = rounded(self.arrays[key]["param"], dtype)
+            dtype, arrays = self.type_of(part), self.arrays[key]
+            if self.is_apart and key.endswith(("_w", "_v")):
+                key = key[:-2]
+                halves = self.arrays[f"{key}_w"], self.arrays[f"{key}_v"]
+                arrays = {kind: np.concatenate([half[kind] for half in halves]) for kind in KINDS}
+            made[f"model.{key}"] = rounded(arrays["param"], dtype)
             for kind in KINDS:
                 if kind != "param" or dtype != "float32":
                     name = f"optimizer.state.{key}.{'fp32_param' if kind == 'param' else kind}"
-                    made[name] = rounded(self.arrays[key][kind], "float32")
+                    made[name] = rounded(arrays[kind], "float32")
         return made
 
 

@@ -6,9 +6,10 @@ the ranks of a task are forks, which talk over gloo. No CUDA is needed (`megatro
 forward pass, and gradients are made up by the names of tensors, the same for every layout.
 
 A task's keys: `tp`, `pp`, `ep`: the layout; `experts`: how many a layer has, 0 for none; `load`: a folder to load a
-checkpoint from, or null; `only_model`: load nothing else; `save`: a folder to save one in, or null, and `sharding` of
-its optimizer; `steps`: how many to take before that; `more_steps`: how many after; `whole`: the file (.npz) for the
-whole tensors at the end, put together of what the ranks hold.
+checkpoint from, or null; `only_model`: load nothing else; `save`: a folder to save one in, or null, `sharding` of its
+optimizer, and `apart`: whether halves of gated matrices and experts are tensors of their own there; `steps`: how many
+to take before that; `more_steps`: how many after; `whole`: the file (.npz) for the whole tensors at the end, put
+together of what the ranks hold.
 """
 
 from __future__ import annotations
@@ -178,6 +179,7 @@ class Training:
             iteration=self.step_count,
         )
         state: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": self.step_count}
+        self.metadata["singleton_local_shards"] = self.task["apart"]
         state["model"] = self.model_dictionary()
         metadata = self.metadata_for(sharding)
         state["optimizer"] = self.optimizer.sharded_state_dict(state, metadata=metadata)
@@ -187,6 +189,7 @@ class Training:
         dist.barrier()
         kept = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
         dist_checkpointing.save(state, str(folder), content_metadata=kept)
+        self.metadata["singleton_local_shards"] = False
 
     def whole(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return all whole tensors on rank 0, put together of what the ranks hold."""
@@ -320,7 +323,7 @@ def _end_as_rank(task: dict[str, Any], rank: int, world: int, folder: str) -> No
 
 
 if __name__ == "__main__":
-    usual = {"tp": 1, "pp": 1, "ep": 1, "experts": 0, "load": None, "only_model": False, "save": None}
+    usual = {"tp": 1, "pp": 1, "ep": 1, "experts": 0, "load": None, "only_model": False, "save": None, "apart": False}
     usual |= {"sharding": "dp_reshardable", "steps": 0, "more_steps": 0}
     answers = os.dup(1)
     os.dup2(2, 1)  # what libraries print is no answer

@@ -8,7 +8,6 @@ layers and experts that are stacked in it, since a rank that loads one of these 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.megatron.common_state import common_state
 from reshard_mpi.formats.megatron.model_names import NamedChunk
-from reshard_mpi.formats.megatron.stacking import StackedPlace, stacked, unnumbered
+from reshard_mpi.formats.megatron.stacking import ModulePlaces, StackedPlace, object_key, stacked
 from reshard_mpi.formats.megatron.training_tree import FP32
 from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
 from reshard_mpi.formats.nest.nodes import MODEL, ORDERED_DICT, Call, Dict, NestError, NestTensor, Value
@@ -32,8 +31,6 @@ COMMON = "__megatron_common__"
 DEFAULT_RELEASE = "0.19"
 _STATE = "optimizer.state."
 _EXTRA = "_extra_state"
-# What modules of Megatron keep besides tensors has this behind its key: which one of how many.
-_SHARD = re.compile(r".*/shard_[\d.]+_[\d.]+")
 # The kind of state that is one number for all parameters, and is kept with the groups.
 _COUNTER = "step"
 _FLOAT32 = "float32"
@@ -84,8 +81,8 @@ def packed(
     kinds = {key: tensors[name] for key, name in found.weights.items()}
     places = stacked(kinds)
     chunks = [*_weights(found, places, tensors), *_state(found, places, tensors)]
-    extra = _extra_values(model, places.values()) if type(model) is Dict else {}
-    extra_tensors = dict(_extra_tensors(found, places.values(), tensors))
+    extra = _extra_values(model, ModulePlaces(places)) if type(model) is Dict else {}
+    extra_tensors = dict(_extra_tensors(found, ModulePlaces(places), tensors))
     if not extra and not extra_tensors:
         extra = dict.fromkeys(_usual_extra(places.values()))
     others = Dict()
@@ -230,34 +227,20 @@ def _chunks(prefix: str, own: StackedPlace, name: str, shape: tuple[int, ...], d
         yield Part(NamedChunk(prefix + own.key, (*own.place, *place, *ends), whole).name, name, box, dtype)
 
 
-def _extra_values(model: Dict, places: Iterable[StackedPlace]) -> dict[str, Value]:
+def _extra_values(model: Dict, modules: ModulePlaces) -> dict[str, Value]:
     """Return what modules have besides tensors, by the keys of objects."""
-    placed = [*places]
     pairs = ((key, value) for key, value in model.pairs() if type(key) is str and type(value) is not NestTensor)
-    return {_shard(key, placed): _without_tensors(value) for key, value in pairs if _EXTRA in key}
+    return {modules.object_key(key): _without_tensors(value) for key, value in pairs if _EXTRA in key}
 
 
 def _extra_tensors(
-    found: _SortedTensors, places: Iterable[StackedPlace], tensors: Mapping[str, TensorType]
+    found: _SortedTensors, modules: ModulePlaces, tensors: Mapping[str, TensorType]
 ) -> Iterator[tuple[str, str]]:
     """Yield what modules have besides tensors where it is one itself: the keys of objects, and names."""
-    placed = [*places]
     for key, name in found.extra.items():
         if tensors[name].size_bytes > _MOST_EXTRA_BYTES:
             raise _not_held(f"{_EXTRA} of at most {_MOST_EXTRA_BYTES} bytes", f"{name}: {tensors[name].size_bytes}")
-        yield _shard(key, placed), name
-
-
-def _shard(key: str, places: Sequence[StackedPlace]) -> str:
-    """Return the key of the object of a module: which layer it is of, of how many."""
-    if _SHARD.fullmatch(key):
-        return key
-    own = unnumbered(key, places)
-    return _object_key(*own) if own is not None else _object_key(key, (), ())
-
-
-def _object_key(key: str, place: tuple[int, ...], counts: tuple[int, ...]) -> str:
-    return f"{key}/shard_{'.'.join(map(str, place or (0,)))}_{'.'.join(map(str, counts or (1,)))}"
+        yield modules.object_key(key), name
 
 
 def _usual_extra(places: Iterable[StackedPlace]) -> Iterator[str]:
@@ -272,7 +255,7 @@ def _usual_extra(places: Iterable[StackedPlace]) -> Iterator[str]:
         counts = (*own.counts, *own.own_counts)
         for name in modules:
             for place in product(*map(range, counts)):
-                yield _object_key(f"{name}.{_EXTRA}", place, counts)
+                yield object_key(f"{name}.{_EXTRA}", place, counts)
 
 
 def _without_tensors(value: Value) -> Value:

@@ -123,10 +123,6 @@ def cells_of(key: str, tensor: TensorPieces) -> Cells:
     return cells
 
 
-# Both halves of a gated matrix where they are tensors of their own (`singleton_local_shards`).
-_GATE, _UP = "_w", "_v"
-
-
 def parameters_of(
     cells: Mapping[str, Cells],
     weights: Mapping[str, Value],
@@ -137,19 +133,11 @@ def parameters_of(
 ) -> Iterator[Parameter]:
     """Yield the parameters of a tensor-parallel rank: gated ones have two slices, one of each half."""
     for key, of_key in cells.items():
-        stem, half = key[: -len(_GATE)], key[-len(_GATE) :]
-        if half == _UP and stem + _GATE in cells:
-            continue
-        keys = (key, stem + _UP) if half == _GATE and stem + _UP in cells else (key,)
         named = place_of(key)
-        for layer, expert in of_key:
+        for (layer, expert), pieces in of_key.items():
             if experts is not None and expert not in experts:
                 continue
-            own = [
-                TensorSlice(name, *piece)
-                for name in keys
-                for piece in _slices(name, cells[name].get((layer, expert), []), part, parts, folder)
-            ]
+            own = [TensorSlice(key, *piece) for piece in _slices(key, pieces, part, parts, folder)]
             yield Parameter(ModelPlace(named.section, layer, named.part, expert), weights[key].dtype, tuple(own))
 
 

@@ -8,7 +8,7 @@ other in any case. (megatron/core/transformer/transformer_block.py, moe/experts.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from reshard_mpi.errors import TargetError
@@ -18,6 +18,8 @@ _LAYER = re.compile(r"(?P<before>(?:.*\.)?layers\.)(?P<number>\d+)\.(?P<part>.+)
 _EXPERT = re.compile(r"(?P<before>.*?\.)experts\.(?:(?:local_)?experts\.)?(?P<number>\d+)\.(?P<part>.+)")
 _STACKED_LAYERS = re.compile(r"(?:.*\.)?layers\.(?!\d)")
 _EXPERTS = ".experts.experts."
+# What modules of Megatron keep besides tensors has this behind its key: which one of how many.
+_SHARD = re.compile(r"(?P<key>.*)/shard_[\d.]+_(?P<of>[\d.]+)")
 # Experts whose matrices are multiplied as a group have their numbers behind.
 _GROUPED = re.compile(r"(?P<before>.*?\.)experts\.(?P<part>linear_fc\d\.(?:weight|bias))(?P<number>\d+)")
 
@@ -73,13 +75,38 @@ def stacked(weights: Mapping[str, TensorType]) -> dict[str, StackedPlace]:
     return places
 
 
-def unnumbered(key: str, places: Iterable[StackedPlace]) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
-    """Return the key, place and counts of something that a numbered layer has besides weights; None if it has none."""
-    own = _numbered(key)
-    if own.layer is None:
-        return None
-    counts = next((each.counts[:1] for each in places if each.place and each.key.startswith(own.layers)), None)
-    return None if counts is None else (own.key, (own.layer,), counts)
+class ModulePlaces:
+    """Knows where in stacked tensors modules are, by their weights: for what they save besides."""
+
+    def __init__(self, places: Mapping[str, StackedPlace]) -> None:
+        self._by_module = {key.rpartition(".")[0]: own for key, own in places.items()}
+        self._layers = {
+            match[0]: own.counts[:1]
+            for own in places.values()
+            if own.place and (match := _STACKED_LAYERS.match(own.key)) is not None
+        }
+
+    def object_key(self, key: str) -> str:
+        """Return the key of an object, in which layers and experts are told as `shard_3.0_4.2`, by a key with numbers.
+
+        A key that tells some already stays as it is.
+        """
+        shard = _SHARD.fullmatch(key)
+        if shard is not None and shard["of"] != "1":
+            return key
+        key = shard["key"] if shard is not None else key
+        (module, _, part), own = key.rpartition("."), _numbered(key)
+        place = self._by_module.get(module)
+        if place is not None and (own.expert is not None or _EXPERTS not in place.key):
+            return object_key(f"{place.key.rpartition('.')[0]}.{part}", place.place, place.counts)
+        if own.layer is not None and own.layers in self._layers:
+            return object_key(own.key, (own.layer,), self._layers[own.layers])
+        return object_key(key, (), ())
+
+
+def object_key(key: str, place: tuple[int, ...], counts: tuple[int, ...]) -> str:
+    """Return the key of an object of a module: which layer and expert it is of, of how many."""
+    return f"{key}/shard_{'.'.join(map(str, place or (0,)))}_{'.'.join(map(str, counts or (1,)))}"
 
 
 def _own_axes(key: str, own: _NumberedKey) -> int:

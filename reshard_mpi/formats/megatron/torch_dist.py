@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from operator import add
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from reshard_mpi.formats.dcp.reader import located_items, metadata_of
 from reshard_mpi.formats.locations import Location
 from reshard_mpi.formats.megatron.agreement import require_agreement
 from reshard_mpi.formats.megatron.flat_state import BucketNames, of_buckets, unflattened
+from reshard_mpi.formats.megatron.model_names import layer_axes
 from reshard_mpi.formats.megatron.parameter_order import ElementReader
 from reshard_mpi.formats.megatron.training_tree import (
     FP32,
@@ -50,6 +52,9 @@ _STATE = re.compile(r"optimizer\.state\.(?P<kind>[^.]+)\.(?P<key>.+)")
 _OF_GROUP = re.compile(
     r"(?:chained_(?P<chain>\d{1,9})\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d{1,9})\.(?P<what>[a-z_]+)"
 )
+# Of a gated matrix, tensors of their own that some releases save (`singleton_local_shards`).
+_HALF = re.compile(r"(?P<whole>.*\.linear_fc1\.(?:weight|bias)_)[wv]")
+_GATE, _UP = "w", "v"
 _COMMON_STATE = "common_state"
 # How the optimizer's state is kept.
 _CONTENT, _LENGTHS = "content_metadata", "per_bucket_numel"
@@ -96,7 +101,14 @@ def read_training(folder: str) -> FolderTraining:
     own_objects = {key.name: value for file in located.values() for key, value in file.objects.items()}
     common, of_common = _common_file(folder)
     objects = _sorted(own_objects, common, folder)
-    tensors = dict(_tensors(metadata.entries, located, folder))
+    flattened = metadata.flattened
+    tensors = _with_joined_halves(
+        {
+            name: unflattened(name, own, flattened[name], folder) if name in flattened else own
+            for name, own in _tensors(metadata.entries, located, folder)
+        },
+        folder,
+    )
 
     def of_file(stored: StoredTensor) -> TensorPieces:
         if stored.storage.key in of_common:
@@ -108,8 +120,6 @@ def read_training(folder: str) -> FolderTraining:
     state: dict[str, dict[str, TensorPieces]] = {}
     buckets: dict[str, TensorPieces] = {}
     for name, tensor in tensors.items():
-        if name in metadata.flattened:
-            tensor = unflattened(name, tensor, metadata.flattened[name], folder)
         if match := _STATE.fullmatch(name):
             kind = FP32 if match["kind"] in MAIN_NAMES else match["kind"]
             state.setdefault(match["key"], {})[kind] = tensor
@@ -172,6 +182,37 @@ def _tensors(
             ends = tuple(low + length for low, length in zip(chunk.offsets, chunk.sizes))
             pieces.append((Box(chunk.offsets, ends), table.source(number)))
         yield name, TensorPieces(tensor.dtype, tensor.shape, tuple(pieces))
+
+
+def _with_joined_halves(tensors: Mapping[str, TensorPieces], folder: str) -> dict[str, TensorPieces]:
+    """Return tensors with the halves of gated matrices in one, the gate first. Raises ShardError if one is missing."""
+    joined: dict[str, TensorPieces] = {}
+    for name, tensor in tensors.items():
+        match = _HALF.fullmatch(name)
+        if match is None:
+            joined[name] = tensor
+            continue
+        stem, axis = match["whole"], layer_axes(name)
+        gate, up = tensors.get(stem + _GATE), tensors.get(stem + _UP)
+        if gate is None or up is None or gate[:2] != up[:2] or len(gate.shape) <= axis:
+            raise ShardError(
+                f"the gated matrix {stem[:-1]!r} of a Megatron checkpoint has not two halves that are alike",
+                expected=f"{stem}{_GATE} and {stem}{_UP} of one type and shape",
+                got=", ".join(f"{own.dtype} {list(own.shape)}" if own else "none" for own in (gate, up)),
+                where=folder,
+                remedy="copy or restore all files of one save",
+            )
+        rows = gate.shape[axis]
+        shape = (*gate.shape[:axis], 2 * rows, *gate.shape[axis + 1 :])
+        behind = ((_behind(box, axis, rows), place) for box, place in up.pieces)
+        joined[stem[:-1]] = TensorPieces(gate.dtype, shape, (*gate.pieces, *behind))
+    return joined
+
+
+def _behind(box: Box, axis: int, rows: int) -> Box:
+    """Return a box that lies so many rows further along an axis."""
+    shift = (*(0,) * axis, rows, *(0,) * (box.ndim - axis - 1))
+    return Box(tuple(map(add, box.start, shift)), tuple(map(add, box.stop, shift)))
 
 
 def _held(stored: StoredTensor, file: LocatedFile, place: StoragePlace) -> TensorPieces:
