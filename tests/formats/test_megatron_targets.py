@@ -281,6 +281,41 @@ def test_layers_that_are_not_alike_keep_their_numbers(tmp_path: Path) -> None:
         reshard_mpi.transform(training.save(tmp_path / "y.pt"), tmp_path / "other", to="megatron")
 
 
+@pytest.mark.parametrize("args", [{"moe_layer_freq": [1, 1, 1]}, {"linear_attention_freq": 2}], ids=str)
+def test_layers_keep_their_numbers_as_arguments_say(tmp_path: Path, args: dict[str, Any]) -> None:
+    """A run whose layers can be of several kinds looks for numbers, also where all are of one."""
+    apart = numbered(Training(SHAPES))
+    apart.besides["args"] |= args
+    experts = "mlp.experts.experts.{}linear_fc1"
+    extra = f"{LAYER}1.{experts.format('1.')}._extra_state/shard_0_1", f"{LAYER}2.a.core_attention._extra_state"
+    apart.extra = dict.fromkeys(extra)
+    reshard_mpi.transform(apart.save(tmp_path / "x.pt"), tmp_path / "out", to="megatron", verify=True)
+    found = written(tmp_path / "out")
+    assert {name: each.shape for name, each in found.tensors.items() if name.startswith(f"{LAYER}2.")} == {
+        f"{LAYER}2.{name.removeprefix(LAYER)}": shape[1:] for name, shape in SHAPES.items() if name.startswith(LAYER)
+    }
+    objects = {f"{LAYER}1.{experts.format('')}._extra_state/shard_1_2", f"{extra[1]}/shard_0_1"}
+    assert {name for name in found.objects if "_extra_state" in name} == objects
+
+
+def test_objects_of_numbered_experts(tmp_path: Path) -> None:
+    """They are told as the weights beside them are, by layer and expert."""
+    apart = numbered(Training(SHAPES))
+    expert = f"{LAYER}2.mlp.experts.local_experts.1.linear_fc1._extra_state"
+    apart.extra = dict.fromkeys((expert, f"{LAYER}0.self_attention.core_attention._extra_state/shard_0_1"))
+    reshard_mpi.transform(apart.save(tmp_path / "x.pt"), tmp_path / "out", to="megatron")
+    assert {name for name in written(tmp_path / "out").objects if "_extra_state" in name} == {
+        f"{LAYER}mlp.experts.experts.linear_fc1._extra_state/shard_2.1_3.2",
+        f"{LAYER}self_attention.core_attention._extra_state/shard_0_3",
+    }
+
+
+def test_layers_for_multi_token_prediction_keep_their_numbers(tmp_path: Path) -> None:
+    training = Training({**SHAPES, "mtp.layers.0.eh_proj.weight": (4, 8), "mtp.layers.1.eh_proj.weight": (4, 8)})
+    reshard_mpi.transform(training.save(tmp_path / "x.pt"), tmp_path / "out", to="megatron", verify=True)
+    require_tensors(tmp_path / "out", training.expected())
+
+
 def test_weights_in_float32_are_their_own_copies(tmp_path: Path) -> None:
     training = Training(SHAPES, np.float32)
     reshard_mpi.transform(training.save(tmp_path / "x.pt"), tmp_path / "out", to="megatron")

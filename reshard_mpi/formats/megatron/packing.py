@@ -8,7 +8,7 @@ layers and experts that are stacked in it, since a rank that loads one of these 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from typing import NamedTuple
 
@@ -79,7 +79,7 @@ def packed(
     root, found = _source_tensors(tensors, strings)
     model = root.get("model")
     kinds = {key: tensors[name] for key, name in found.weights.items()}
-    places = stacked(kinds)
+    places = stacked(kinds, _args(root))
     chunks = [*_weights(found, places, tensors), *_state(found, places, tensors)]
     extra = _extra_values(model, ModulePlaces(places)) if type(model) is Dict else {}
     extra_tensors = dict(_extra_tensors(found, ModulePlaces(places), tensors))
@@ -117,6 +117,12 @@ def packed(
         common.notes,
         only_first=True,
     )
+
+
+def _args(root: Dict) -> Mapping[str, Value]:
+    """Return the arguments of the run; nothing if the source has none."""
+    args = root.get("args")
+    return {key: own for key, own in args.pairs() if type(key) is str} if type(args) is Dict else {}
 
 
 def _source_tensors(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> tuple[Dict, _SortedTensors]:
@@ -299,8 +305,8 @@ def as_read(
     tensors: Mapping[str, TensorType], strings: Mapping[str, str], own_types: Mapping[str, DType]
 ) -> Packed | None:
     """Return the whole tensors that files are read as, as `PackingFormat.as_read` says."""
-    _, found = _source_tensors(tensors, strings)
-    places = stacked({key: tensors[name] for key, name in found.weights.items()})
+    root, found = _source_tensors(tensors, strings)
+    places = stacked({key: tensors[name] for key, name in found.weights.items()}, _args(root))
     numbered = next((key for key, own in places.items() if own.key != key), None)
     if numbered is not None:
         raise TargetError(

@@ -1,8 +1,9 @@
 """Put the weights of numbered layers and experts on top of each other, as torch_dist does (`stacked`).
 
 `decoder.layers.7.mlp.linear_fc2.weight [h, f]` is part 7 of `decoder.layers.mlp.linear_fc2.weight [L, h, f]`, if all
-layers are alike; layers that are not keep their numbers, as Megatron-Core keeps them then. Experts are on top of each
-other in any case. (megatron/core/transformer/transformer_block.py, moe/experts.py of Megatron-Core 0.19)
+layers are alike; layers that are not keep their numbers, as Megatron-Core keeps them then, and those of multi-token
+prediction. Experts are on top of each other in any case. (megatron/core/transformer/transformer_block.py,
+multi_token_prediction.py, moe/experts.py of Megatron-Core 0.19)
 """
 
 from __future__ import annotations
@@ -12,12 +13,18 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from reshard_mpi.errors import TargetError
+from reshard_mpi.formats.nest.nodes import Value
 from reshard_mpi.formats.tensor_table import TensorType
 
 _LAYER = re.compile(r"(?P<before>(?:.*\.)?layers\.)(?P<number>\d+)\.(?P<part>.+)")
 _EXPERT = re.compile(r"(?P<before>.*?\.)experts\.(?:(?:local_)?experts\.)?(?P<number>\d+)\.(?P<part>.+)")
 _STACKED_LAYERS = re.compile(r"(?:.*\.)?layers\.(?!\d)")
 _EXPERTS = ".experts.experts."
+# Layers that always have numbers: those of multi-token prediction.
+_ALWAYS_NUMBERED = "mtp.layers."
+# Arguments that say which layers are of another kind: a number above 1, or a list.
+_FREQUENCIES = ("moe_layer_freq", "linear_attention_freq")
+_OF_SEVERAL_KINDS = ("hetereogenous_dist_checkpoint", "heterogeneous_layers_config_path")
 # What modules of Megatron keep besides tensors has this behind its key: which one of how many.
 _SHARD = re.compile(r"(?P<key>.*)/shard_[\d.]+_(?P<of>[\d.]+)")
 # Experts whose matrices are multiplied as a group have their numbers behind.
@@ -47,13 +54,16 @@ class _NumberedKey(NamedTuple):
     expert: int | None
 
 
-def stacked(weights: Mapping[str, TensorType]) -> dict[str, StackedPlace]:
+def stacked(weights: Mapping[str, TensorType], args: Mapping[str, Value]) -> dict[str, StackedPlace]:
     """Return the places of weights in stacked tensors, by key.
+
+    Args:
+        args: of the run, which may say that layers keep their numbers though they are alike; empty if there are none.
 
     Raises TargetError if experts of one layer are not alike.
     """
     numbered = {key: _numbered(key) for key in weights}
-    unlike = {*_unlike(numbered, weights)}
+    unlike = {own.layers for own in numbered.values()} if _keep_numbers(args) else {*_unlike(numbered, weights)}
     places: dict[str, StackedPlace] = {}
     of_key: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     for key, own in numbered.items():
@@ -75,11 +85,19 @@ def stacked(weights: Mapping[str, TensorType]) -> dict[str, StackedPlace]:
     return places
 
 
+def _keep_numbers(args: Mapping[str, Value]) -> bool:
+    """Tell whether layers have their numbers, since those of a run with these arguments can be of several kinds."""
+    frequencies = [args.get(name) for name in _FREQUENCIES]
+    return any(type(own) is list or (type(own) is int and own > 1) for own in frequencies) or any(
+        args.get(name) for name in _OF_SEVERAL_KINDS
+    )
+
+
 class ModulePlaces:
     """Knows where in stacked tensors modules are, by their weights: for what they save besides."""
 
     def __init__(self, places: Mapping[str, StackedPlace]) -> None:
-        self._by_module = {key.rpartition(".")[0]: own for key, own in places.items()}
+        self._by_module = {_numbered(key.rpartition(".")[0]): own for key, own in places.items()}
         self._layers = {
             match[0]: own.counts[:1]
             for own in places.values()
@@ -96,8 +114,8 @@ class ModulePlaces:
             return key
         key = shard["key"] if shard is not None else key
         (module, _, part), own = key.rpartition("."), _numbered(key)
-        place = self._by_module.get(module)
-        if place is not None and (own.expert is not None or _EXPERTS not in place.key):
+        place = self._by_module.get(_numbered(module))
+        if place is not None:
             return object_key(f"{place.key.rpartition('.')[0]}.{part}", place.place, place.counts)
         if own.layer is not None and own.layers in self._layers:
             return object_key(own.key, (own.layer,), self._layers[own.layers])
@@ -131,7 +149,8 @@ def _unlike(numbered: Mapping[str, _NumberedKey], weights: Mapping[str, TensorTy
             of_layers.setdefault(own.layers, {}).setdefault(own.layer, {})[own.key, own.expert] = weights[key]
     for layers, own_layers in of_layers.items():
         first = next(iter(own_layers.values()))
-        if sorted(own_layers) != [*range(len(own_layers))] or any(each != first for each in own_layers.values()):
+        is_full = sorted(own_layers) == [*range(len(own_layers))]
+        if layers == _ALWAYS_NUMBERED or not is_full or any(each != first for each in own_layers.values()):
             yield layers
 
 
