@@ -46,6 +46,16 @@ def forms() -> list[tuple[str, Training, Form]]:
         *((f"experts, {state}", of_experts, replace(cut, state=state, expert=2)) for state in FORMS),
         ("experts cut otherwise", of_experts, Form(tensor=2, expert=2, expert_tensor=1)),
         ("numbered experts", gpt(2, experts=4, is_numbered=True), replace(cut, expert=2)),
+        *(
+            (f"experts on the last stages, {state}", gpt(6, experts=4, is_numbered=True, dense_layers=2), own)
+            for state in FORMS
+            for own in [Form(state, tensor=2, stages=3, data=2, expert=2)]
+        ),
+        (
+            "experts in the last chunk",
+            gpt(8, experts=4, is_numbered=True, dense_layers=7),
+            replace(cut, chunks=2, expert=2, expert_tensor=1),
+        ),
         ("each a tensor of its own", gpt(4, is_apart=True), cut),
         *(
             (f"experts apart, {state}", gpt(2, experts=4, is_apart=True), replace(cut, state=state, expert=2))
@@ -69,9 +79,10 @@ def test_every_form(tmp_path: Path, training: Training, form: Form) -> None:
 def laid(draw: st.DrawFn) -> tuple[Training, Form]:
     """Draw a training, and how it is laid."""
     tensor, stages, chunks = (draw(st.sampled_from(sizes)) for sizes in ((1, 2, 4), (1, 2, 3), (1, 2)))
-    expert = draw(st.sampled_from((0, 1, 2)))
+    expert, layers = draw(st.sampled_from((0, 1, 2))), stages * chunks * draw(st.integers(1, 2))
+    is_numbered, is_apart = draw(st.booleans()), draw(st.booleans())
     training = gpt(
-        stages * chunks * draw(st.integers(1, 2)),
+        layers,
         hidden=draw(st.sampled_from((4, 8, 12))),
         ffn=draw(st.sampled_from((4, 8))),
         rows=4 * draw(st.integers(2, 7)),
@@ -80,8 +91,9 @@ def laid(draw: st.DrawFn) -> tuple[Training, Form]:
         has_bias=draw(st.booleans()),
         dtype=draw(st.sampled_from(("bfloat16", "float16", "float32"))),
         is_tied=draw(st.booleans()),
-        is_numbered=draw(st.booleans()),
-        is_apart=draw(st.booleans()),
+        is_numbered=is_numbered,
+        is_apart=is_apart,
+        dense_layers=draw(st.integers(0, layers - 1)) if is_numbered or is_apart else 0,
         seed=draw(st.integers(0, 1 << 20)),
     )
     form = Form(
@@ -308,6 +320,19 @@ def test_without_arguments(tmp_path: Path) -> None:
     training = gpt(2)
     write(tmp_path, training, BUCKETS, spoil=lambda contents: contents.common.pop("args"))
     require_all(tmp_path, training)
+
+
+def test_buckets_of_a_stage_with_experts_are_lost(tmp_path: Path) -> None:
+    """A stage may have none, so that nothing but the weights tells."""
+
+    def change(contents: Contents) -> None:
+        for name in [*contents.tensors]:
+            if name.startswith(tuple(f"chained_1.optimizer.distributed.dp_group_idx_{rank}." for rank in (4, 5))):
+                lost(name)(contents)
+
+    write(tmp_path, gpt(6, experts=4, is_numbered=True, dense_layers=2), Form(stages=3, expert=2), spoil=change)
+    said = refused("plan", tmp_path, tmp_path.parent / "out")
+    assert "decoder.layers.4.mlp.experts" in said and "other stages" in said and str(tmp_path) in said
 
 
 @pytest.mark.parametrize("state", FORMS)

@@ -92,6 +92,7 @@ class Training:
         before, layer, behind: parameters in the order in which the model is built.
         is_numbered: layers have their numbers in keys, and no dimension.
         is_apart: experts as well, and halves of gated matrices are tensors of their own (singleton_local_shards).
+        dense_layers: how many of the first layers have no experts; layers have numbers then.
         of_float32: names of parts that are float32 in a model of another type.
         arrays: by key and kind, the whole tensors in float32.
     """
@@ -105,6 +106,7 @@ class Training:
     is_tied: bool = False
     is_numbered: bool = False
     is_apart: bool = False
+    dense_layers: int = 0
     of_float32: frozenset[str] = frozenset()
     arrays: Mapping[str, Mapping[str, Array]] = field(default_factory=dict)
 
@@ -139,7 +141,7 @@ class Training:
         for part in self.layer:
             of_layers = () if self.has_numbers else (self.layers,)
             of_experts = (self.experts,) if part.is_expert and not self.is_apart else ()
-            for layer in range(self.layers if self.has_numbers else 1):
+            for layer in range(self.dense_layers * part.is_expert, self.layers if self.has_numbers else 1):
                 for expert in range(self.experts if part.is_expert and self.is_apart else 1):
                     for key, own in self.tensors(part, layer, expert):
                         yield key, own, (*of_layers, *of_experts, *own.shape)
@@ -300,11 +302,11 @@ def built(
     if (stage, chunk) == (0, 0):
         named += [(part, None, 0) for part in training.before]
     for layer, part in itertools.product(range(first, first + per), training.layer):
-        if part.is_expert:
+        if part.is_expert and layer >= training.dense_layers:
             own = training.experts // form.expert
             numbers = range(own * (expert_rank or 0), own * ((expert_rank or 0) + 1))
             named += [(part, layer, expert) for expert in numbers]
-        else:
+        elif not part.is_expert:
             named.append((part, layer, 0))
     if is_last:
         named += [(part, None, 0) for part in training.behind]
@@ -328,6 +330,28 @@ def built(
         for part, layer, expert in named
         if not has_own or part.is_expert == (expert_rank is not None)
     ]
+
+
+class _Optimizer(NamedTuple):
+    """The optimizer of one model-parallel rank: what its keys begin with, its number, and whose parameters it has."""
+
+    prefix: str
+    group: int
+    stage: int
+    rank: int
+    expert_rank: int | None
+
+
+def _optimizers(form: Form) -> Iterator[_Optimizer]:
+    """Yield the optimizers of all ranks: with expert parallelism two each, also where a stage has no experts."""
+    has_own = form.expert > 1
+    for stage in range(form.stages):
+        for rank in range(form.tensor):
+            yield _Optimizer("chained_0." * has_own, rank + form.tensor * stage, stage, rank, None)
+        for share in range(form.expert * has_own):
+            for rank in range(form.expert_parts):
+                group = rank + form.expert_parts * (share + form.expert * stage)
+                yield _Optimizer("chained_1.", group, stage, rank, share)
 
 
 class _Bucket(NamedTuple):
@@ -422,14 +446,9 @@ def _contents(training: Training, form: Form, stated: Training) -> Contents:
         ]
     else:
         per_optimizer = [plain, plain] if has_own else [plain]
-        for chain, (count, own) in enumerate(
-            [(form.tensor * form.stages, groups), (form.expert_parts * form.expert * form.stages, of_experts)][
-                : 1 + has_own
-            ]
-        ):
-            for number in range(count):
-                name = f"{f'chained_{chain}.' * has_own}optimizer.distributed.dp_group_idx_{number}.optimizer/shard_0_1"
-                contents.objects[name] = (file(), [{"param_groups": own}])
+        for own in _optimizers(form):
+            name = f"{own.prefix}optimizer.distributed.dp_group_idx_{own.group}.optimizer/shard_0_1"
+            contents.objects[name] = (file(), [{"param_groups": groups if own.expert_rank is None else of_experts}])
     if form.state == "dp_reshardable":
         _add_buckets(contents, training, form, stated, draw, file)
     contents.common.update(
@@ -528,20 +547,7 @@ def _add_buckets(
     draw: random.Random,
     file: Callable[[], str],
 ) -> None:
-    has_own = form.expert > 1
-    optimizers: list[tuple[str, int, int, int, int | None]] = [
-        (f"{'chained_0.' * has_own}", rank + form.tensor * stage, stage, rank, None)
-        for stage in range(form.stages)
-        for rank in range(form.tensor)
-    ]
-    if has_own:
-        optimizers += [
-            ("chained_1.", rank + form.expert_parts * (share + form.expert * stage), stage, rank, share)
-            for stage in range(form.stages)
-            for share in range(form.expert)
-            for rank in range(form.expert_parts)
-        ]
-    for prefix, group, stage, rank, share in optimizers:
+    for prefix, group, stage, rank, share in _optimizers(form):
         sizes: list[dict[Any, list[int]]] = []
         buffer = 0
         for chunk in range(form.chunks):

@@ -24,7 +24,7 @@ from reshard_mpi.formats.megatron.parameter_order import (
     PlacedParameter,
     placed,
 )
-from reshard_mpi.formats.megatron.rank_parameters import ParallelSizes, cells_of, parameters_of
+from reshard_mpi.formats.megatron.rank_parameters import ParallelSizes, cells_of, has_expert_groups, parameters_of
 from reshard_mpi.formats.megatron.training_tree import FP32
 from reshard_mpi.formats.nest.nodes import Dict, Value
 from reshard_mpi.formats.torch.tensor_pieces import FlatVector, TensorPieces
@@ -114,17 +114,28 @@ def of_buckets(
     parallel = ParallelSizes(args, weights, ranks, objects, folder)
     cells = {key: cells_of(key, own) for key, own in weights.items() if type(own) is TensorPieces}
     found: list[PlacedParameter] = []
+    to_be_found: set[str] = set()
     for chain, of_chain in ranks.items():
         has_experts = parallel.is_of_experts(chain)
         wanted = {key: own for key, own in cells.items() if has_experts in (None, is_expert(key))}
         for stages, part, parts, experts in parallel.families(chain):
+            to_be_found.update(wanted if len(stages) < parallel.stages else ())
             own: list[Parameter] = []
             for are_experts in (False, True):
                 keys = {key: of_key for key, of_key in wanted.items() if is_expert(key) == are_experts}
                 cut = parts if not are_experts else parallel.expert_parts
                 own += parameters_of(keys, weights, part % cut, cut, experts, folder)
             found += placed([of_chain[stage] for stage in stages], own, reader)
-    return _state_of(found, weights, folder)
+    state = _state_of(found, weights, folder)
+    if lost := sorted(to_be_found - state.keys()):
+        raise ShardError(
+            "a Megatron checkpoint lacks buckets of its optimizer",
+            expected=f"those of a stage that has {lost[0]!r}",
+            got="experts of other stages alone",
+            where=folder,
+            remedy="copy or restore all files of one save",
+        )
+    return state
 
 
 def _by_rank(
@@ -142,7 +153,9 @@ def _by_rank(
         of_rank.setdefault(buffer, {}).setdefault(bucket, {})[match["kind"]] = tensor
     ranks: dict[int, _Ranks] = {}
     for chain, of_chain in sorted(numbered.items()):
-        for group in _without_gap(of_chain, "ranks", folder):
+        # Stages may have no experts.
+        groups = sorted(of_chain) if has_expert_groups(objects, chain) else _without_gap(of_chain, "ranks", folder)
+        for group in groups:
             buffers = of_chain[group]
             lengths = objects.get((chain, "per_bucket_numel_unpadded"), {}).get(group)
             ranks.setdefault(chain, {})[group] = [

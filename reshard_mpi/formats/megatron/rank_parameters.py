@@ -20,11 +20,18 @@ from reshard_mpi.sharding.box import Box
 _Family = tuple[list[int], int, int, range | None]
 
 
+def has_expert_groups(objects: Mapping[tuple[int, str], Mapping[int, Value]], chain: int) -> bool:
+    """Tell whether a chained optimizer has groups of experts."""
+    value = next(iter(objects.get((chain, "optimizer"), {}).values()), None)
+    groups = value.get("param_groups") if type(value) is Dict else None
+    return any(type(group) is Dict and group.get("is_expert_parallel") is True for group in groups or [])
+
+
 class ParallelSizes:
     """Over how many ranks the training was cut in each way.
 
     Attributes:
-        expert_parts: over how many ranks each expert is cut.
+        stages: of the pipeline; expert_parts: over how many ranks each expert is cut.
     """
 
     def __init__(
@@ -49,39 +56,40 @@ class ParallelSizes:
                 where=folder,
                 remedy="copy or restore all files of one save",
             )
-        self._stages = stages
+        self.stages = stages
+        self._shares = _count(args.get("expert_model_parallel_size"))
         self.expert_parts = _count(args.get("expert_tensor_parallel_size")) or self._expert_parts()
 
     def is_of_experts(self, chain: int) -> bool | None:
         """Tell whether a chained optimizer has the experts; None: it is the only one, and has all parameters."""
-        if len(self._ranks) == 1:
-            return None
-        value = self._objects.get((chain, "optimizer"), {}).get(0)
-        groups = value.get("param_groups") if type(value) is Dict else None
-        return any(type(group) is Dict and group.get("is_expert_parallel") is True for group in groups or [])
+        return None if len(self._ranks) == 1 else has_expert_groups(self._objects, chain)
 
     def families(self, chain: int) -> Iterator[_Family]:
-        """Yield the ranks of a chained optimizer: together all stages that have the same part of tensors."""
-        count = len(self._ranks[chain])
+        """Yield the ranks of a chained optimizer: together all stages that have the same part of tensors.
+
+        Stages may have no experts. Raises ShardError if other ranks are missing.
+        """
         if not self.is_of_experts(chain):
             for part in range(self._tensor):
-                yield [part + self._tensor * stage for stage in range(self._stages)], part, self._tensor, None
+                yield [part + self._tensor * stage for stage in range(self.stages)], part, self._tensor, None
             return
-        experts = self._experts()
-        parts = self.expert_parts
-        shares = count // (parts * self._stages)
-        if parts * shares * self._stages != count or not shares or experts % shares:
+        experts, parts, ranks = self._experts(), self.expert_parts, self._ranks[chain]
+        shares = self._shares or (max(ranks) + 1) // (parts * self.stages)
+        of_stage = parts * shares
+        stages = sorted({rank // of_stage for rank in ranks}) if of_stage else []
+        if not stages or stages[-1] >= self.stages or experts % shares or len(ranks) != of_stage * len(stages):
             raise ShardError(
                 "the optimizer of experts in a Megatron checkpoint contradicts its weights",
-                expected=f"{experts} experts, cut over {parts} tensor-parallel ranks in {self._stages} stages",
-                got=f"{count} ranks of its optimizer",
+                expected=f"{experts} experts, cut over {parts} tensor-parallel ranks in {self.stages} stages",
+                got=f"{len(ranks)} ranks of its optimizer, up to number {max(ranks)}",
                 where=self._folder,
+                remedy="copy or restore all files of one save",
             )
         own = experts // shares
         for share in range(shares):
             for part in range(parts):
-                ranks = [part + parts * (share + shares * stage) for stage in range(self._stages)]
-                yield ranks, part, parts, range(share * own, (share + 1) * own)
+                first = part + parts * share
+                yield [first + of_stage * stage for stage in stages], part, parts, range(share * own, (share + 1) * own)
 
     def _vocabulary_parts(self) -> int:
         embedding = self._weights.get("embedding.word_embeddings.weight")
