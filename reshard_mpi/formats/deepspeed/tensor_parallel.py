@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from reshard_mpi.errors import LayoutError, ShardError
-from reshard_mpi.formats.deepspeed.parameters import TrainedParameter
+from reshard_mpi.formats.deepspeed.parameters import TIED, TrainedParameter
 from reshard_mpi.formats.deepspeed.slice_rules import (
     AVERAGED,
     HALVES,
@@ -27,7 +27,6 @@ from reshard_mpi.formats.deepspeed.slice_rules import (
     numbers_of,
 )
 from reshard_mpi.formats.deepspeed.training_tree import DeepSpeedTraining
-from reshard_mpi.formats.deepspeed.unlisted_shapes import TIED
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, Location, Reduced, StridedView
 from reshard_mpi.formats.nest.nodes import MODEL, Dict, Value
 from reshard_mpi.formats.torch.tensor_pieces import TensorPieces
