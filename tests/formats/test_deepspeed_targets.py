@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from pathlib import Path
@@ -97,6 +98,31 @@ def test_files_for_other_ranks_and_stages(
             }
 
 
+@many(60)
+@given(
+    deepspeed_peer.trainings(kinds=("pipeline", "experts")),
+    st.integers(1, 2),
+    st.integers(1, 5),
+    st.sampled_from(["", "torch", "dcp", "hdf5"]),
+)
+def test_files_of_pipelines_and_experts(drawn: tuple[Training, Form], stage: int, ranks: int, through: str) -> None:
+    """Stages stay as they are; experts are divided over as many ranks as before, as far as the ranks allow it."""
+    training, form = drawn
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        deepspeed_peer.write(folder / "save", training, form)
+        source = folder / (through or "save")
+        if through:
+            reshard_mpi.transform(folder / "save", source, to=through)
+        stage, parts = 1 if form.stages else stage, math.gcd(form.expert_parts, ranks)
+        report = reshard_mpi.transform(source, folder / "out", to="deepspeed", dp=ranks, zero_stage=stage, verify=True)
+        assert any(f"ep_size={parts}" in note for note in report.notes) == (parts != form.expert_parts)
+        made = Form(stage, ranks, expert_parts=parts, stages=form.stages)
+        require_files(folder / "out", training, made, folder / "expected.pt")
+        reshard_mpi.verify(folder / "save", folder / "out")
+        deepspeed_peer.require_read(folder / "out", training, made)
+
+
 def source_of(folder: Path, form: Form = Form(2, 2), **named: Any) -> Path:  # noqa: B008 - never changed
     training = deepspeed_peer.training(SHAPES, {"c.weight": (11,)}, **named)
     deepspeed_peer.write(folder / "save", training, form)
@@ -170,19 +196,6 @@ def test_steps_that_differ_in_a_group_are_refused(tmp_path: Path) -> None:
     torch_peer.save(tmp_path / "x.pt", loaded)
     with pytest.raises(reshard_mpi.ReshardError, match="step"):
         reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "out", to="deepspeed", dp=2, zero_stage=2)
-
-
-@pytest.mark.parametrize("form", [Form(1, 2, stages=2), Form(2, 2, expert_parts=2)], ids=["pipeline", "experts"])
-def test_what_deepspeed_loads_from_other_files_is_refused(tmp_path: Path, form: Form) -> None:
-    before = "l.deepspeed_experts."
-    training = (
-        deepspeed_peer.training({"0.w": (3,), "1.w": (4,)})
-        if form.stages
-        else deepspeed_peer.training({"w": (3,)}, {f"{before}{n}.w": (2,) for n in range(2)}, experts={before: 2})
-    )
-    deepspeed_peer.write(tmp_path / "save", training, form)
-    with pytest.raises(TargetError, match="is not written as a checkpoint of DeepSpeed"):
-        reshard_mpi.transform(tmp_path / "save", tmp_path / "out", to="deepspeed", dp=2, zero_stage=2)
 
 
 def test_a_model_whose_names_begin_with_numbers_is_no_pipeline(tmp_path: Path) -> None:

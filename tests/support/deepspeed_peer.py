@@ -371,6 +371,7 @@ def _model_states(training: Training, form: Form, groups: Sequence[_Group], data
         "ds_version": "0.19.8",
         "epoch": 1,
         "words": ["a", 2.5, None, True],
+        **({"num_experts": [*training.experts.values()]} if training.experts else {}),
     }
 
 
@@ -429,7 +430,8 @@ def _optimizer_states(training: Training, form: Form, groups: Sequence[_Group], 
     base: Any = {
         "state": dict(enumerate(states)),
         "param_groups": [
-            {"lr": 0.01, "betas": (0.9, 0.95), "maximize": False, "params": [number]} for number in range(len(groups))
+            {"lr": 0.01, "betas": (0.9, 0.95), "maximize": False, **_called(group, form), "params": [number]}
+            for number, group in enumerate(groups)
         ],
     }
     config = {"ds_config": _config(training, form), "ds_version": "0.19.8"}
@@ -459,6 +461,12 @@ def _optimizer_states(training: Training, form: Form, groups: Sequence[_Group], 
         state |= {"zero_stage": ZeroStageEnum(form.stage), "loss_scaler": LossScaler(1.0), "overflow": False}
         state |= {"param_alignment_paddings": gaps}
     return {"optimizer_state_dict": state, **config}
+
+
+def _called(group: _Group, form: Form) -> Content:
+    """Return the settings by which a group is told to be one of experts."""
+    is_of_experts = any("deepspeed_experts." in name for name in group.arrays)
+    return {"moe": True, "name": f"ep_size_{form.expert_parts}"} if is_of_experts else {}
 
 
 def _pieces(
@@ -542,12 +550,12 @@ def trainings(
         layers = draw(st.integers(stages, 5))
         shapes = {f"{layer}.w{at}": draw(_SHAPES) for layer in range(layers) for at in range(draw(st.integers(1, 3)))}
         is_bf16 = draw(st.booleans())
-        made = training(shapes, kinds=state, seed=seed, dtype=dtype)
+        made = training(shapes, kinds=state, seed=seed, dtype="bfloat16" if is_bf16 else dtype)
         stage = draw(st.integers(0, 1)) if is_bf16 else 1
         return made, Form(stage, ranks, is_bf16_optimizer=is_bf16, stages=stages)
     if kind == "experts":
         parts = draw(st.sampled_from([1, 2, 3]))
-        before = [f"layer{layer}.deepspeed_experts." for layer in range(draw(st.integers(1, 2)))]
+        before = [f"layer{layer}.deepspeed_experts." for layer in (2, 10)[: draw(st.integers(1, 2))]]
         experts = {own: parts * draw(st.integers(1, 2)) for own in before}
         weights = {own: {f"w{at}": draw(_SHAPES) for at in range(draw(st.integers(1, 2)))} for own in before}
         of_experts = {

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.deepspeed.layout import FlatGroupLayout
 from reshard_mpi.formats.deepspeed.torch_forms import dictionary_of, is_engines, is_nest_tensor, loss_scaler
-from reshard_mpi.formats.deepspeed.training_tree import CLIENT_STATE, OF_ENGINE
+from reshard_mpi.formats.deepspeed.training_tree import CLIENT_STATE, IS_PIPELINE, OF_ENGINE, PIPELINE
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest import flatten_tree
 from reshard_mpi.formats.nest.nodes import Dict, NestError, NestTensor, Value
@@ -18,7 +18,9 @@ SETTINGS = "settings"
 # Keys of the nest that the optimizer's files have; the rest is the model's.
 _OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad")
 # Keys at the root of a training that have a place of their own; all others become client state.
-KEPT = ("model", "optimizer", "scheduler", *OF_ENGINE)
+KEPT = ("model", "optimizer", "scheduler", *OF_ENGINE, IS_PIPELINE, PIPELINE)
+# Those of them whose place is not in the files of weights, or not as values.
+_ELSEWHERE = ("model", "optimizer", "ds_config", "buffer_names", "shared_params", IS_PIPELINE, PIPELINE)
 
 
 def require_places(root: Dict, scaler: Value) -> tuple[str, ...]:
@@ -97,24 +99,39 @@ def _others(optimizer: Dict, known: Collection[str]) -> list[str]:
     return [f"optimizer.{key}" for key, value in optimizer.pairs() if key not in known and not is_nest_tensor(value)]
 
 
-def model_text(root: Dict, config: Dict) -> str:
-    """Return the nest of everything besides the tensors of the model that goes into the files of weights."""
-    weights = root.get("model")
-    besides = [part for key, value in weights.pairs() if type(value) is not NestTensor for part in (key, value)]
-    rest = Dict(["model", Dict(besides), "ds_config", config])
+def module_text(root: Dict) -> str:
+    """Return the nest of what the modules of a model save besides tensors."""
+    pairs = root.get("model").pairs()
+    besides = [part for key, value in pairs if type(value) is not NestTensor for part in (key, value)]
+    return _text(Dict(["module", Dict(besides)]))
+
+
+def model_text(root: Dict, config: Dict, experts: Sequence[int]) -> str:
+    """Return the nest of everything besides the model itself that goes into the files of weights.
+
+    Args:
+        experts: how many each layer with experts has.
+    """
+    rest = Dict(["ds_config", config])
+    if experts:
+        rest.flat += ["num_experts", [*experts]]
     for key, value in root.pairs():
-        is_taken = key in ("model", "optimizer", "ds_config", "buffer_names", "shared_params", *_OF_OPTIMIZER)
+        is_taken = key in (*_ELSEWHERE, *_OF_OPTIMIZER) or (experts and key == "num_experts")
         if not is_taken and not (key == "scaler" and (value is None or is_engines(value))):
             rest.flat += [key, value]
     return _text(rest)
 
 
 def optimizer_text(
-    root: Dict, settings: Sequence[Dict], flat: Sequence[FlatGroupLayout], config: Dict, dtype: str
+    root: Dict, settings: Sequence[Dict], flat: Sequence[Sequence[FlatGroupLayout]], config: Dict, dtype: str
 ) -> str:
-    """Return the nest of everything besides tensors that goes into the files of the optimizer."""
+    """Return the nest of everything besides tensors that goes into the files of the optimizer.
+
+    Args:
+        settings: of its groups; flat: the flat groups of each stage of a pipeline.
+    """
     state = root.get("optimizer").get("state")
-    values = [_common_values(group, state) for group in flat]
+    values = [[_common_values(group, state) for group in of_stage] for of_stage in flat]
     rest = [part for key, value in root.pairs() if key in _OF_OPTIMIZER for part in (key, value)]
     scaler = loss_scaler(root.get("scaler"), root.get("ds_config"), dtype)
     parts = {SETTINGS: [*settings], "values": values, "scaler": scaler, "rest": Dict(rest), "config": config}

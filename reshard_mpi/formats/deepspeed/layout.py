@@ -1,14 +1,16 @@
 """Lay a whole training out as the files of DeepSpeed's ZeRO (`ZeroLayout`, `vectors_of`), and keep that as text.
 
 The files of one checkpoint are numbered: first those with each rank's share of the optimizer, then those with weights
-and settings, of which stages 1 and 2 have one and stage 3 has one a rank. All numbers here are in elements.
+and settings, of which stages 1 and 2 have one and stage 3 has one a rank. In a pipeline each of its stages has these,
+one behind the other. Last come the files of its layers, or of experts. All numbers here are in elements.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from reshard_mpi.formats.deepspeed.flat_groups import OwnRun, own_in_partition, own_slices
@@ -45,15 +47,30 @@ class LaidParameter(NamedTuple):
 
 
 class FlatGroupLayout(NamedTuple):
-    """A flat group: its parameters in order, the gaps behind them, and the number of the optimizer's own group."""
+    """A flat group.
+
+    Attributes:
+        parameters: in order. Experts are divided over parts of the ranks; then it has those of one part behind those of
+            the other, with as many of the same shapes each.
+        gaps: behind the parameters of a part.
+        settings: the number of the optimizer's own group.
+        parts: how many parts there are: one but for experts.
+    """
 
     parameters: tuple[LaidParameter, ...]
     gaps: tuple[int, ...]
     settings: int
+    parts: int = 1
+
+    def of_part(self, part: int) -> tuple[LaidParameter, ...]:
+        """Return the parameters of a part. All parts call theirs as the first one does."""
+        count = len(self.gaps)
+        return self.parameters[part * count : (part + 1) * count]
 
     @property
     def size(self) -> int:
-        return sum(parameter.size for parameter in self.parameters) + sum(self.gaps)
+        """How many elements a part has."""
+        return sum(parameter.size for parameter in self.of_part(0)) + sum(self.gaps)
 
     def partition(self, ranks: int) -> int:
         """Return the number of elements of the group that each of `ranks` ranks has at stages 1 and 2, with padding."""
@@ -67,25 +84,31 @@ class ZeroLayout(NamedTuple):
     Attributes:
         stage, ranks: of ZeRO, and how many data-parallel ranks there are.
         dtype: the name of the type of the model's parameters.
-        groups: the flat groups. At stage 3 an optimizer's group may have several.
+        groups: the flat groups of each stage of a pipeline; what is none has one. At stage 3 of ZeRO an optimizer's
+            group may have several.
         kinds: the kinds of state that have the shape of their parameter, with the name of their type; counters: those
             that are one number.
         names: of all tensors of the model, in its order.
         frozen: parameters that are not trained; buffers: names of buffers; shared: names of parameters that are others
             under a second name, each with that.
-        model, optimizer: texts of nests: what else the files have of both.
+        apart: for each file of a layer or an expert, what names of its tensors begin with.
+        is_pipeline: whether these are layers.
+        module, model, optimizer: texts of nests: what else modules save, and the files of weights and of the optimizer.
     """
 
     stage: int
     ranks: int
     dtype: str
-    groups: tuple[FlatGroupLayout, ...]
+    groups: tuple[tuple[FlatGroupLayout, ...], ...]
     kinds: tuple[tuple[str, str], ...]
     counters: tuple[str, ...]
     names: tuple[str, ...]
     frozen: tuple[LaidParameter, ...]
     buffers: tuple[str, ...]
     shared: tuple[tuple[str, str], ...]
+    apart: tuple[str, ...]
+    is_pipeline: bool
+    module: str
     model: str
     optimizer: str
 
@@ -94,9 +117,14 @@ class ZeroLayout(NamedTuple):
         return self.stage == 3
 
     @property
-    def files(self) -> int:
-        """How many files there are."""
-        return 2 * self.ranks if self.is_sliced else self.ranks + 1
+    def optimizer_files(self) -> int:
+        """How many files there are with shares of the optimizer, which come first."""
+        return len(self.groups) * self.ranks
+
+    @property
+    def model_files(self) -> int:
+        """How many files there are with weights and settings, which come next."""
+        return self.ranks if self.is_sliced else len(self.groups)
 
     def as_text(self) -> str:
         return json.dumps(self, separators=(",", ":"))
@@ -105,25 +133,45 @@ class ZeroLayout(NamedTuple):
     def of_text(cls, text: str) -> ZeroLayout:
         """Return the layout that a text of `as_text` says."""
         fields: list[Any] = json.loads(text)
-        stage, ranks, dtype, groups, kinds, counters, names, frozen, buffers, shared, model, optimizer = fields
+        stage, ranks, dtype, groups, kinds, counters, names, frozen, buffers, shared, apart, *others = fields
         return cls(
             stage,
             ranks,
             dtype,
-            tuple(FlatGroupLayout(_parameters(own), tuple(gaps), settings) for own, gaps, settings in groups),
+            tuple(
+                tuple(FlatGroupLayout(_parameters(own), tuple(gaps), *counts) for own, gaps, *counts in of_stage)
+                for of_stage in groups
+            ),
             tuple((kind, dtype) for kind, dtype in kinds),
             tuple(counters),
             tuple(names),
             _parameters(frozen),
             tuple(buffers),
             tuple((name, other) for name, other in shared),
-            model,
-            optimizer,
+            tuple(apart),
+            *others,
         )
+
+
+def layer_of(name: str, otherwise: int) -> int:
+    """Return the number of the layer of a pipeline that a tensor is in, by its name; another one if it is in none."""
+    number = name.partition(".")[0]
+    return int(number) if number.isdecimal() else otherwise
 
 
 def _parameters(fields: Sequence[Any]) -> tuple[LaidParameter, ...]:
     return tuple(LaidParameter(name, tuple(shape), weights, dtype) for name, shape, weights, dtype in fields)
+
+
+def names_by_file(layout: ZeroLayout, names: Iterable[str]) -> dict[str, list[str]]:
+    """Return names in the model by what those in their file begin with; "" stands for the files of weights."""
+    begins = sorted(layout.apart)  # none of which begins with another one
+    by_file: dict[str, list[str]] = {}
+    for name in names:
+        place = bisect_right(begins, name) - 1
+        is_apart = place >= 0 and name.startswith(begins[place])
+        by_file.setdefault(begins[place] if is_apart else "", []).append(name)
+    return by_file
 
 
 class Vector(NamedTuple):
@@ -150,23 +198,28 @@ class RankVectors(NamedTuple):
     slices: tuple[tuple[int, int, int], ...]
 
 
-def vectors_of(layout: ZeroLayout, rank: int) -> Iterator[RankVectors]:
-    """Yield the vectors of each flat group in a rank's file of the optimizer."""
-    for group in layout.groups:
-        sizes = [parameter.size for parameter in group.parameters]
+def vectors_of(layout: ZeroLayout, file: int) -> Iterator[RankVectors]:
+    """Yield the vectors of each flat group in a file of the optimizer."""
+    model_rank, data_rank = divmod(file, layout.ranks)
+    for group in layout.groups[model_rank]:
+        # The parts of experts are dealt out over the ranks.
+        rank, part = divmod(data_rank, group.parts)
+        ranks = layout.ranks // group.parts
+        parameters = group.of_part(part)
+        sizes = [parameter.size for parameter in parameters]
         if layout.is_sliced:
-            length, padding = sum(-(-size // layout.ranks) for size in sizes), 0
-            own = [*own_slices(sizes, layout.ranks, rank)]
+            length, padding = sum(-(-size // ranks) for size in sizes), 0
+            own = [*own_slices(sizes, ranks, rank)]
         else:
-            length = group.partition(layout.ranks)
+            length = group.partition(ranks)
             padding = min(max((rank + 1) * length - group.size, 0), length)
             own = [*own_in_partition(sizes, group.gaps, length, rank)]
-        first = next(iter(group.parameters), None)
+        first = next(iter(parameters), None)
         yield RankVectors(
-            Vector(length - padding, tuple(_parts_of(group, own, WEIGHTS, rank))),
-            {kind: Vector(length, tuple(_parts_of(group, own, kind, rank))) for kind, _ in layout.kinds},
+            Vector(length - padding, tuple(_parts_of(parameters, own, WEIGHTS, file))),
+            {kind: Vector(length, tuple(_parts_of(parameters, own, kind, file))) for kind, _ in layout.kinds},
             {
-                kind: whole_part(f"{STATE}{first.name}.{kind}", (), rank)
+                kind: whole_part(f"{STATE}{first.name}.{kind}", (), file)
                 for kind in layout.counters
                 if first is not None
             },
@@ -175,12 +228,14 @@ def vectors_of(layout: ZeroLayout, rank: int) -> Iterator[RankVectors]:
         )
 
 
-def _parts_of(group: FlatGroupLayout, own: Sequence[OwnRun], kind: str, rank: int) -> Iterator[tuple[int, Part]]:
+def _parts_of(
+    parameters: Sequence[LaidParameter], own: Sequence[OwnRun], kind: str, file: int
+) -> Iterator[tuple[int, Part]]:
     """Yield the parts of a vector of one kind, with their places in it."""
     for run in own:
-        parameter = group.parameters[run.parameter]
+        parameter = parameters[run.parameter]
         source = parameter.weights if kind == WEIGHTS else f"{STATE}{parameter.name}.{kind}"
-        yield from _parts(source, parameter.shape, run, rank, "float32" if kind == WEIGHTS else "")
+        yield from _parts(source, parameter.shape, run, file, "float32" if kind == WEIGHTS else "")
 
 
 def frozen_vectors(layout: ZeroLayout, rank: int) -> Iterator[Vector]:

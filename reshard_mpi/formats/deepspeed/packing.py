@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from reshard_mpi.errors import TargetError
@@ -16,10 +17,12 @@ from reshard_mpi.formats.deepspeed.carried_values import (
     SETTINGS,
     config_for,
     model_text,
+    module_text,
     no_training,
     optimizer_text,
     require_places,
 )
+from reshard_mpi.formats.deepspeed.file_names import TargetNames
 from reshard_mpi.formats.deepspeed.flat_groups import round_robin
 from reshard_mpi.formats.deepspeed.layout import (
     LAYOUT,
@@ -29,9 +32,12 @@ from reshard_mpi.formats.deepspeed.layout import (
     LaidParameter,
     ZeroLayout,
     frozen_vectors,
+    names_by_file,
     vectors_of,
     whole_part,
 )
+from reshard_mpi.formats.deepspeed.model_parts import ModelParts, parts_of, second_names
+from reshard_mpi.formats.deepspeed.parameters import TIED
 from reshard_mpi.formats.deepspeed.settings import has_round_robin, is_aligned, sub_group_size
 from reshard_mpi.formats.deepspeed.torch_forms import (
     EngineNest,
@@ -39,7 +45,6 @@ from reshard_mpi.formats.deepspeed.torch_forms import (
     loss_scaler,
     nest_of,
 )
-from reshard_mpi.formats.deepspeed.training_tree import IS_PIPELINE
 from reshard_mpi.formats.deepspeed.weight_copies import compared_parts, weights_made_of
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.nest import flatten_tree
@@ -59,8 +64,6 @@ _TYPES = ("float32", "bfloat16", "float16")
 _ALIGNED_BYTES = 16
 # Of parameters in all files together.
 _MAX_PARTS = 1 << 20
-# What is in the names of experts' parameters.
-_OF_EXPERTS = "deepspeed_experts."
 
 
 class _NestedTraining(NamedTuple):
@@ -93,22 +96,22 @@ def packed(
     ranks, stage = options.dp, options.zero_stage
     nest = nest_of(tensors, strings)
     training, tensors, own_types = _training(nest), nest.tensors, nest.of_engine(own_types)
-    layout = _layout(training, tensors, own_types, ranks, stage)
-    whole = _whole_in_model(training, layout, tensors)
+    parts = parts_of(training.root, _groups(training, tensors), training.settings, stage, ranks)
+    layout = _layout(training, parts, tensors, own_types, ranks, stage)
     origins = weights_made_of(tensors, layout.shared, own_types)
     of_settings = flatten_tree.flatten(Dict([SETTINGS, [*training.settings]]), is_nest_tensor).tensors
     files = [
         [
-            *_optimizer_parts(layout, rank),
-            *(Part(f"{name}@{rank}", own.name, Box.whole(tensors[own.name].shape)) for name, own in of_settings),
+            *_optimizer_parts(layout, file),
+            *(Part(f"{name}@{file}", own.name, Box.whole(tensors[own.name].shape)) for name, own in of_settings),
         ]
-        for rank in range(ranks)
+        for file in range(layout.optimizer_files)
     ]
-    for rank in range(layout.files - ranks):
-        of_file = (whole_part(own, tensors[own].shape, ranks + rank) for own in whole)
+    for number, whole in enumerate(_whole_in_files(layout, tensors)):
+        of_file = (whole_part(own, tensors[own].shape, layout.optimizer_files + number) for own in whole)
         file = [part._replace(**origins[part.source]._asdict()) if part.source in origins else part for part in of_file]
         if layout.is_sliced:
-            file += (part for vector in frozen_vectors(layout, rank) for _, part in vector.parts)
+            file += (part for vector in frozen_vectors(layout, number) for _, part in vector.parts)
         files.append(file)
     count = sum(map(len, files))
     if count > _MAX_PARTS:
@@ -120,21 +123,23 @@ def packed(
         )
     steps = training.root.get("global_steps")
     tag = options.name or f"global_step{steps if type(steps) is int else 0}"
-    prefix = f"{tag}/{'bf16_' if layout.dtype == 'bfloat16' else ''}zero{stage}"
+    kind = "bf16_" if layout.dtype == "bfloat16" else ""
+    names = TargetNames(tag, kind, stage, len(layout.groups), parts.layers, parts.experts)
     equal = [
-        tuple(f"{STATE}{own.name}.{kind}" for own in group.parameters)
-        for group in layout.groups
-        for kind in layout.counters
+        tuple(f"{STATE}{own.name}.{counter}" for own in group.parameters)
+        for of_stage in layout.groups
+        for group in of_stage
+        for counter in layout.counters
     ]
     scaler = loss_scaler(training.root.get("scaler"), training.config, layout.dtype)
-    untrained, notes = training.untrained, require_places(training.root, scaler)
+    untrained, notes = training.untrained, (*require_places(training.root, scaler), *parts.notes)
     if untrained:
         notes += (f"parameters without state of the optimizer are taken for not trained: {shortened(untrained)}",)
     absent = tuple(f"{STATE}{own}." for own in untrained)
     equal += training.equal
     compared = compared_parts(layout, tensors, own_types)
     text = {LAYOUT: layout.as_text()}
-    return nest.in_source(Packed(prefix, files, text, equal, notes=notes, absent=absent, compared=compared))
+    return nest.in_source(Packed(names.prefix, files, text, equal, notes=notes, absent=absent, compared=compared))
 
 
 def _optimizer_parts(layout: ZeroLayout, rank: int) -> list[Part]:
@@ -171,25 +176,33 @@ def _training(nest: EngineNest) -> _NestedTraining:
     return _NestedTraining(root, names, settings, nest.equal, nest.untrained)
 
 
+def _groups(training: _NestedTraining, tensors: Mapping[str, TensorType]) -> list[list[LaidParameter]]:
+    """Return the parameters of each group. Raises TargetError if one is missing, or in two groups."""
+    groups = [[_parameter(name, tensors) for name in own] for own in training.groups]
+    names = {parameter.name for own in groups for parameter in own}
+    if len(names) != sum(map(len, groups)) or not all(groups) or not names:
+        raise no_training(
+            "each parameter in one group", "one in two groups" if all(groups) else "a group without parameters"
+        )
+    return groups
+
+
 def _layout(
     training: _NestedTraining,
+    parts: ModelParts,
     tensors: Mapping[str, TensorType],
     own_types: Mapping[str, DType],
     ranks: int,
     stage: int,
 ) -> ZeroLayout:
     """Return how the training lies in the files. Raises TargetError if a part of it is missing, or cannot lie there."""
-    groups = [[_parameter(name, tensors) for name in own] for own in training.groups]
-    _require_no_parts_elsewhere(training, [name for own in training.groups for name in own])
-    trained = {parameter.name: parameter for own in groups for parameter in own}
-    if len(trained) != sum(map(len, groups)) or not all(groups) or not trained:
-        raise no_training(
-            "each parameter in one group", "one in two groups" if all(groups) else "a group without parameters"
-        )
+    trained = {own.name: own for groups in parts.groups for of_parts in groups for own in chain(*of_parts)}
     kinds, counters = _kinds(trained, tensors)
     buffers, shared = _names(training.root.get("buffer_names")), second_names(training.root)
     named = (*buffers, *(name for pair in shared for name in pair))
-    lost = next((name for name in named if MODEL + name not in tensors), None)
+    # What layers of a pipeline share lies in the files of these layers, under their names.
+    kept = [name for name in named if not (parts.layers and name.startswith(TIED))]
+    lost = next((name for name in kept if MODEL + name not in tensors), None)
     if lost is not None:
         raise TargetError(
             "buffer_names or shared_params of the source name a tensor that its model does not have",
@@ -225,37 +238,32 @@ def _layout(
             f"{wide} in float64: convert it to fp32 first (--dtype 'model.*=fp32')",
         )
     itemsize_bytes = BY_NAME[dtype].itemsize_bytes
-    flat: list[FlatGroupLayout] = []
-    for number, own in enumerate(groups):
-        flat += _flat_groups(own, number, training, itemsize_bytes, ranks, stage)
+    flat = tuple(
+        tuple(
+            laid
+            for number, of_parts in enumerate(groups)
+            for laid in _flat_groups(of_parts, number, training, itemsize_bytes, ranks, stage)
+        )
+        for groups in parts.groups
+    )
     config = config_for(training.config, stage, ranks, dtype)
     return ZeroLayout(
         stage,
         ranks,
         dtype,
-        tuple(flat),
+        flat,
         kinds,
         counters,
         tuple(others),
         frozen=tuple(_frozen(name, tensors[MODEL + name]) for name in frozen),
         buffers=buffers,
         shared=shared,
-        model=model_text(training.root, config),
-        optimizer=optimizer_text(training.root, training.settings, flat, config, dtype),
+        apart=parts.apart,
+        is_pipeline=bool(parts.layers),
+        module=module_text(training.root),
+        model=model_text(training.root, config, parts.experts),
+        optimizer=optimizer_text(training.root, parts.settings, flat, config, dtype),
     )
-
-
-def _require_no_parts_elsewhere(training: _NestedTraining, names: Sequence[str]) -> None:
-    """Raise TargetError for models whose weights DeepSpeed loads from files of layers or experts: none are written."""
-    is_pipeline = training.root.get(IS_PIPELINE) is True
-    expert = next((name for name in names if _OF_EXPERTS in name), None)
-    if is_pipeline or expert is not None:
-        raise TargetError(
-            f"{'a pipeline' if is_pipeline else 'a mixture of experts'} is not written as a checkpoint of DeepSpeed",
-            expected="a model that every rank has whole, or cut by ZeRO alone",
-            got="the layers of a pipeline, by their numbers" if is_pipeline else f"{expert!r} of an expert",
-            remedy="choose --to torch or --to dcp",
-        )
 
 
 def _parameter(name: str, tensors: Mapping[str, TensorType]) -> LaidParameter:
@@ -318,22 +326,20 @@ def _names(value: Value) -> tuple[str, ...]:
     return tuple(name for name in value if type(name) is str) if type(value) in (list, tuple) else ()
 
 
-def second_names(root: Dict) -> tuple[tuple[str, str], ...]:
-    """Return the second names of tensors that a training has, each with the first one."""
-    shared = root.get("shared_params")
-    pairs = shared.pairs() if type(shared) is Dict else ()
-    return tuple((name, other) for name, other in pairs if type(name) is str and type(other) is str)
-
-
 def _flat_groups(
-    own: Sequence[LaidParameter],
+    of_parts: Sequence[Sequence[LaidParameter]],
     number: int,
     training: _NestedTraining,
     itemsize_bytes: int,
     ranks: int,
     stage: int,
 ) -> list[FlatGroupLayout]:
-    """Return the flat groups that the engine makes of one group of the optimizer."""
+    """Return the flat groups that the engine makes of one group of the optimizer.
+
+    Args:
+        of_parts: its parameters, for each part of the ranks that have some.
+    """
+    own = of_parts[0]
     if stage == 3:
         most = sub_group_size(training.config)
         if most is None:
@@ -345,16 +351,17 @@ def _flat_groups(
             )
         return [FlatGroupLayout(tuple(part), (0,) * len(part), number) for part in _sub_groups(own, ranks, most)]
     if has_round_robin(training.config, stage):
-        own = [own[place] for place in round_robin(len(own), ranks)]
+        places = round_robin(len(own), ranks // len(of_parts))
+        of_parts = [[part[place] for place in places] for part in of_parts]
     alignment = 1
     if is_aligned(training.config, stage):
         alignment = _ALIGNED_BYTES // math.gcd(_ALIGNED_BYTES, itemsize_bytes)
     gaps, end = [], 0
-    for parameter in own:
+    for parameter in of_parts[0]:
         gap = -(end + parameter.size) % alignment
         gaps.append(gap)
         end += parameter.size + gap
-    return [FlatGroupLayout(tuple(own), (*gaps[:-1], 0), number)]
+    return [FlatGroupLayout(tuple(chain(*of_parts)), (*gaps[:-1], 0), number, len(of_parts))]
 
 
 def _sub_groups(own: Sequence[LaidParameter], ranks: int, most: int) -> Iterator[list[LaidParameter]]:
@@ -375,8 +382,14 @@ def _sub_groups(own: Sequence[LaidParameter], ranks: int, most: int) -> Iterator
         yield part
 
 
-def _whole_in_model(training: _NestedTraining, layout: ZeroLayout, tensors: Mapping[str, TensorType]) -> list[str]:
-    """Return the names of the tensors that the files of weights have whole."""
-    buffers = {MODEL + name for name in layout.buffers}
-    of_model = [own for own in tensors if own.startswith(MODEL) and (not layout.is_sliced or own in buffers)]
-    return [*of_model, *(own for own in tensors if not own.startswith((MODEL, _OPTIMIZER)))]
+def _whole_in_files(layout: ZeroLayout, tensors: Mapping[str, TensorType]) -> Iterator[list[str]]:
+    """Yield the names of the tensors that each file of weights has whole, then those of each layer or expert."""
+    buffers = {*layout.buffers}
+    names = [own for own in layout.names if not layout.is_sliced or own in buffers]
+    by_file = names_by_file(layout, names)
+    together = () if layout.is_pipeline else by_file.get("", ())
+    others = [own for own in tensors if not own.startswith((MODEL, _OPTIMIZER))]
+    for _ in range(layout.model_files):
+        yield [*(MODEL + own for own in together), *others]
+    for begin in layout.apart:
+        yield [MODEL + own for own in by_file.get(begin, ())]

@@ -25,7 +25,7 @@ from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.nest.nodes import Value
 from reshard_mpi.formats.torch.tensor_pieces import FlatVector, HeldTensor, TensorPieces
 
-_OF_EXPERT = re.compile(r"(?P<before>.*\bdeepspeed_experts\.)(?P<number>\d+)(?P<after>\..*)")
+OF_EXPERT = re.compile(r"(?P<before>.*\bdeepspeed_experts\.)(?P<number>\d+)(?P<after>\..*)")
 # In a pipeline, modules that several layers share: their weights lie in the files of these layers.
 TIED = "tied_modules."
 
@@ -46,19 +46,28 @@ class TrainedParameter(NamedTuple):
     group: int
 
 
-def trained_parameters(states: RankStates, model_ranks: Iterable[int]) -> dict[str, TrainedParameter]:
-    """Return all parameters that are optimized, by name, in the order of the groups.
+class TrainedParameters(NamedTuple):
+    """All parameters that are optimized, by name, in the order of the groups; and the names of each stage's own."""
+
+    by_name: dict[str, TrainedParameter]
+    stages: list[list[str]]
+
+
+def trained_parameters(states: RankStates, model_ranks: Iterable[int]) -> TrainedParameters:
+    """Return all parameters that are optimized.
 
     Args:
         model_ranks: whose. They are the stages of a pipeline; a parameter that several have is listed with its copies.
 
     Raises ShardError if the vectors are not as long as the parameters' shapes say.
     """
-    found: dict[str, TrainedParameter] = {}
+    found = TrainedParameters({}, [])
     for model_rank in model_ranks:
-        for name, parameter in _of_stage(states, model_rank):
-            other = found.get(name)
-            found[name] = parameter if other is None else _with_copy(name, other, parameter, states)
+        of_stage = [*_of_stage(states, model_rank)]
+        found.stages.append([name for name, _ in of_stage])
+        for name, parameter in of_stage:
+            other = found.by_name.get(name)
+            found.by_name[name] = parameter if other is None else _with_copy(name, other, parameter, states)
     return found
 
 
@@ -95,7 +104,8 @@ def _of_stage(states: RankStates, model_rank: int) -> Iterator[tuple[str, Traine
         )
     for number, of_group in enumerate(shapes):
         parts = len(shares) // shares[0].partitions[number]
-        experts = _experts_of(of_group) if parts > 1 else {}
+        # Of a layer whose experts have many elements DeepSpeed makes several groups.
+        experts = _experts_of(name for own in shapes for name in own) if parts > 1 else {}
         for part in range(parts):
             own = shares[part::parts]
             names = [_name_in(name, part, experts, model.path) if parts > 1 else name for name in of_group]
@@ -113,9 +123,9 @@ def _in_order_of_model(
     return [parameter for _, parameter in sorted(zip(places, found), key=lambda placed: placed[0])]
 
 
-def _experts_of(names: Mapping[str, object]) -> dict[str, int]:
+def _experts_of(names: Iterable[str]) -> dict[str, int]:
     """Return how many experts each layer has in one part, by what their names begin with."""
-    matches = filter(None, map(_OF_EXPERT.fullmatch, names))
+    matches = filter(None, map(OF_EXPERT.fullmatch, names))
     numbers: dict[str, set[int]] = {}
     for match in matches:
         numbers.setdefault(match["before"], set()).add(int(match["number"]))
@@ -124,7 +134,7 @@ def _experts_of(names: Mapping[str, object]) -> dict[str, int]:
 
 def _name_in(name: str, part: int, experts: Mapping[str, int], path: str) -> str:
     """Return the name of an expert's parameter over all ranks."""
-    match = _OF_EXPERT.fullmatch(name)
+    match = OF_EXPERT.fullmatch(name)
     if match is None:
         raise ShardError(
             "a group of a DeepSpeed optimizer is cut over fewer ranks than there are, and is not of experts",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from reshard_mpi.formats.deepspeed.carried_values import KEPT
 from reshard_mpi.formats.deepspeed.layout import WEIGHTS
-from reshard_mpi.formats.deepspeed.packing import second_names
+from reshard_mpi.formats.deepspeed.model_parts import second_names
 from reshard_mpi.formats.deepspeed.torch_forms import dictionary_of, is_nest_tensor, nest_of
 from reshard_mpi.formats.deepspeed.training_tree import CLIENT_STATE
 from reshard_mpi.formats.deepspeed.weight_copies import weights_made_of

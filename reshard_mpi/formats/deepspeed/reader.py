@@ -84,8 +84,15 @@ def open_folder(folder: str, strategy: Strategy | None = None) -> dict[int, Mani
         lead = next(iter(states.optimizers.values()), None)
         trained = [trained_parameters(states, range(part, states.model_ranks, parts)) for part in range(parts)]
         frozen = [dict(_frozen(states, part)) for part in range(parts)]
-        trainings = [DeepSpeedTraining(states.first, *of_part) for of_part in zip(weights, trained, frozen)]
+        by_name = [own.by_name for own in trained]
+        # In a pipeline each stage names its own buffers.
+        buffers = [*dict.fromkeys(name for model in states.models.values() for name in model.buffers)]
+        lead_model = states.first._replace(buffers=buffers)
+        trainings = [DeepSpeedTraining(lead_model, *of_part) for of_part in zip(weights, by_name, frozen)]
         training = trainings[0] if rules is None else joined(trainings, rules)
+        if states.first.module is None:
+            layers = sorted({own.layer for own in files.layers})
+            training = training._replace(layers=layers, stages=trained[0].stages)
         if lead is not None:
             training = training._replace(settings=lead.settings, values=lead.values, starts=lead.starts, path=lead.path)
     manifest = arranged(training, folder, states.notes)

@@ -23,6 +23,9 @@ OF_ENGINE = (
 CLIENT_STATE = "client_state"
 # A key of ours: the model is a pipeline, which loads each layer from a file of its own.
 IS_PIPELINE = "is_pipeline"
+# Another one: a dictionary of the numbers of its layers that have files, and the names of the parameters that each
+# stage trains, in order.
+PIPELINE, LAYERS, STAGES = "pipeline", "layers", "stages"
 # The optimizer of a training in 16 bit without ZeRO: vectors of all parameters, without their names.
 _NAMELESS = ("fp32_groups_flat", "fp32_groups")
 _NAMELESS_WHY = "a vector of the optimizer of a training without ZeRO, which does not say whose elements lie where"
@@ -39,6 +42,7 @@ class DeepSpeedTraining(NamedTuple):
         frozen: those that are not, where they lie in other files than the model's.
         settings: the optimizer's groups, each with the numbers of flat groups as `params`.
         values: what else the optimizer has; starts, path: where the storages of tensors in them begin, in which file.
+        layers: the numbers of a pipeline's layers; stages: the names of the parameters that each of its stages trains.
     """
 
     model: ModelStates
@@ -49,6 +53,8 @@ class DeepSpeedTraining(NamedTuple):
     values: Mapping[str, Value] = {}
     starts: Mapping[str, int] = {}
     path: str = ""
+    layers: Sequence[int] = ()
+    stages: Sequence[Sequence[str]] = ()
 
 
 def arranged(training: DeepSpeedTraining, folder: str, left_out: Sequence[str]) -> Manifest:
@@ -189,6 +195,9 @@ def _rest(training: DeepSpeedTraining) -> Iterator[Value]:
         yield from ("shared_params", Dict([part for pair in training.model.shared.items() for part in pair]))
     if training.model.module is None:
         yield from (IS_PIPELINE, True)
+        if training.trained and training.stages:
+            stages = [[*own] for own in training.stages]
+            yield from (PIPELINE, Dict([LAYERS, [*training.layers], STAGES, stages]))
     for key in OF_ENGINE:
         if key in values:
             yield from (key, values.pop(key))

@@ -49,9 +49,9 @@ def compared_parts(
 
     Raises TargetError for second names of tensors of another type or shape.
     """
-    files = [[*_of_copies(layout, rank, tensors, own_types)] for rank in range(layout.ranks)]
-    files += [[] for _ in range(layout.files - layout.ranks)]
-    files[layout.ranks] += _of_second_names(layout, tensors, own_types)
+    files = [[*_of_copies(layout, file, tensors, own_types)] for file in range(layout.optimizer_files)]
+    files += [[] for _ in range(layout.model_files + len(layout.apart))]
+    files[layout.optimizer_files] += _of_second_names(layout, tensors, own_types)
     return files
 
 
@@ -60,11 +60,12 @@ def _has_copy(parameter: LaidParameter) -> bool:
 
 
 def _of_copies(
-    layout: ZeroLayout, rank: int, tensors: Mapping[str, TensorType], own_types: Mapping[str, DType]
+    layout: ZeroLayout, file: int, tensors: Mapping[str, TensorType], own_types: Mapping[str, DType]
 ) -> Iterator[SameParts]:
-    """Yield the parts of weights whose copies are in a rank's vectors, each with the copy rounded."""
-    name_of = {own.weights: own.name for group in layout.groups for own in group.parameters if _has_copy(own)}
-    for vectors in vectors_of(layout, rank):
+    """Yield the parts of weights whose copies are in the vectors of a file, each with the copy rounded."""
+    groups = layout.groups[file // layout.ranks]
+    name_of = {own.weights: own.name for group in groups for own in group.parameters if _has_copy(own)}
+    for vectors in vectors_of(layout, file):
         for _, part in vectors.weights.parts:
             if part.source not in name_of:
                 continue
@@ -94,5 +95,5 @@ def _of_second_names(
             (shape, *_, dtype), (other_shape, *_, other_dtype) = first, second
             got = f"{dtype} {list(shape)} and {other_dtype} {list(other_shape)}"
             raise TargetError(problem, expected="one type and shape", got=got, remedy=remedy)
-        part = whole_part(MODEL + name, first[0], layout.ranks)._replace(dtype=first[-1].name)
+        part = whole_part(MODEL + name, first[0], layout.optimizer_files)._replace(dtype=first[-1].name)
         yield SameParts(part, part._replace(source=MODEL + other), problem, remedy)

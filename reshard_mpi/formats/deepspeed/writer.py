@@ -1,16 +1,13 @@
-"""Write the files of DeepSpeed's ZeRO, all but the elements (`reserve`), and name them (`file_name`).
-
-The prefix of a run says the tag, the type and the stage, such as `global_step3/bf16_zero2`.
-"""
+"""Write the files of DeepSpeed's ZeRO, all but the elements (`reserve`), and name them (`file_name`)."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from zlib import crc32
 
 from reshard_mpi.formats import structure
+from reshard_mpi.formats.deepspeed.file_names import TargetNames
 from reshard_mpi.formats.deepspeed.written_files import WrittenFile, written
 from reshard_mpi.formats.locations import ByteRange, ByteRanges
 from reshard_mpi.formats.manifest import Manifest, ShardSpec, Specs
@@ -21,7 +18,6 @@ from reshard_mpi.formats.torch.file_content import content_of
 from reshard_mpi.formats.torch.pickler import dumps, require_types
 
 NAME = "deepspeed"
-_PREFIX = re.compile(r"(?P<tag>[^/]+)/(?P<type>bf16_)?zero(?P<stage>[123])")
 _STEM_BYTES = 64
 
 
@@ -29,15 +25,9 @@ def file_name(target_rank: int, targets: int, prefix: str) -> str:
     """Return the path of a file in the folder of the checkpoint.
 
     Args:
-        prefix: as `packing.packed` makes it. A user's own says nothing: these files have names of their own.
+        prefix: as `packing.packed` makes it.
     """
-    match = _PREFIX.fullmatch(prefix)
-    tag, kind, stage = match.group("tag", "type", "stage") if match is not None else ("global_step0", None, "1")
-    ranks = targets // 2 if stage == "3" else targets - 1
-    if target_rank < ranks:
-        return f"{tag}/{kind or ''}zero_pp_rank_{target_rank}_mp_rank_00_optim_states.pt"
-    of_rank = f"zero_pp_rank_{target_rank - ranks}_" if stage == "3" else ""
-    return f"{tag}/{of_rank}mp_rank_00_model_states.pt"
+    return TargetNames.of_prefix(prefix).path(target_rank, targets)
 
 
 def index_files(files: Sequence[Manifest]) -> Mapping[str, bytes]:

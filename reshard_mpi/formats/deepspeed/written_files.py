@@ -7,6 +7,7 @@ says. (deepspeed/runtime/engine.py, runtime/zero/stage_1_and_2.py and stage3.py 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from reshard_mpi.formats.deepspeed.layout import (
     Vector,
     ZeroLayout,
     frozen_vectors,
+    layer_of,
+    names_by_file,
     vectors_of,
     whole_part,
 )
@@ -50,6 +53,7 @@ _NO_SCALER = Dict(["class", "LossScaler", "cur_scale", 1.0, "dynamic", False])
 _SETTINGS = "settings."
 # What an engine that has not said its release is taken for: one whose files have this form.
 _RELEASE = "0.19.8"
+_NO_LAYER = 10**9
 # Keys of the engine that its files have in any case, with what stands there if nothing is known.
 _OF_ENGINE = {"data_sampler": None, "random_ltd": None, "skipped_steps": 0, "global_steps": 0, "global_samples": 0}
 
@@ -64,7 +68,7 @@ class WrittenStorage(NamedTuple):
 class WrittenFile(NamedTuple):
     """A file: its object, whose tensors have the numbers of storages as keys, and these."""
 
-    root: Dict
+    root: Value
     storages: Sequence[WrittenStorage]
 
 
@@ -111,13 +115,16 @@ def written(spec: ShardSpec, path: str) -> WrittenFile:
     kinds = {name: specs.kinds[kind] for name, kind in zip(specs.names, specs.kind_ids)}
     number = spec.identity.rank
     storages = _StoragesInFile(kinds)
-    if number < layout.ranks:
+    of_weights = number - layout.optimizer_files
+    if of_weights < 0:
         suffix = whole_part("", (), number).name
         of_settings = [name for name in kinds if name.startswith(_SETTINGS)]
         leaves = {name.removesuffix(suffix): storages.whole(name) for name in of_settings}
         root = _optimizer_states(layout, number, _values(layout.optimizer, leaves, path), storages)
-    else:
+    elif of_weights < layout.model_files:
         root = _model_states(layout, number, kinds, storages, path)
+    else:
+        root = _part_of_model(layout, number, storages, path)
     return WrittenFile(root, storages.made)
 
 
@@ -137,11 +144,13 @@ def _values(text: str, leaves: Mapping[str, Value], path: str) -> Dict:
     return root
 
 
-def _optimizer_states(layout: ZeroLayout, rank: int, settings: Dict, storages: _StoragesInFile) -> Dict:
+def _optimizer_states(layout: ZeroLayout, file: int, settings: Dict, storages: _StoragesInFile) -> Dict:
     """Return the object of a file with one rank's share of the optimizer."""
-    vectors = [*vectors_of(layout, rank)]
+    vectors = [*vectors_of(layout, file)]
+    model_rank = file // layout.ranks
+    of_stage = layout.groups[model_rank]
     weights = [storages.vector(own.weights, BY_NAME["float32"]) for own in vectors]
-    values = settings.get("values")
+    values = settings.get("values")[model_rank]
     state = Dict()
     for number, (own, besides) in enumerate(zip(vectors, values)):
         of_group = Dict([*besides.flat])
@@ -151,7 +160,7 @@ def _optimizer_states(layout: ZeroLayout, rank: int, settings: Dict, storages: _
             of_group.flat += [kind, storages.vector(own.state[kind], BY_NAME[dtype])]
         state.flat += [number, of_group]
     groups = [
-        Dict([*own.flat, "params", [place for place, flat in enumerate(layout.groups) if flat.settings == number]])
+        Dict([*own.flat, "params", [place for place, flat in enumerate(of_stage) if flat.settings == number]])
         for number, own in enumerate(settings.get("settings"))
     ]
     base = Dict(["state", state, "param_groups", groups])
@@ -171,9 +180,9 @@ def _optimizer_states(layout: ZeroLayout, rank: int, settings: Dict, storages: _
     else:
         own_state = [*common, *clip, "base_optimizer_state", base, "single_partition_of_fp32_groups", weights, *stage]
         own_state += ["group_paddings", [own.padding for own in vectors]]
-        own_state += ["param_alignment_paddings", [list(group.gaps) for group in layout.groups]]
-        own_state += ["partition_count", [layout.ranks] * len(layout.groups), "ds_version", version]
-        own_state += ["param_slice_mappings", [_addresses(*both) for both in zip(layout.groups, vectors)]]
+        own_state += ["param_alignment_paddings", [list(group.gaps) for group in of_stage]]
+        own_state += ["partition_count", [layout.ranks // group.parts for group in of_stage], "ds_version", version]
+        own_state += ["param_slice_mappings", [_addresses(*both) for both in zip(of_stage, vectors)]]
     return Dict(["optimizer_state_dict", Dict(own_state), "ds_config", settings.get("config"), "ds_version", version])
 
 
@@ -226,14 +235,15 @@ def _model_states(
     path: str,
 ) -> Dict:
     """Return the object of a file of weights and settings."""
-    rank, suffix = number - layout.ranks, whole_part("", (), number).name
+    rank, suffix = number - layout.optimizer_files, whole_part("", (), number).name
+    model_rank = 0 if layout.is_sliced else rank
     tensors = {name.removesuffix(suffix): storages.whole(name) for name in kinds if name.endswith(suffix)}
     of_values = {name: tensor for name, tensor in tensors.items() if not name.startswith(MODEL)}
     values = dict(_values(layout.model, of_values, path).pairs())
     dtypes = {own.name: own.dtype for own in layout.frozen}
     module = {
         name: tensors.get(MODEL + name) or storages.empty(BY_NAME[dtypes.get(name) or layout.dtype])
-        for name in layout.names
+        for name in names_by_file(layout, layout.names).get("", ())
     }
     if layout.is_sliced:
         fragments: dict[str, Value] = {
@@ -242,13 +252,13 @@ def _model_states(
         }
     else:
         fragments = {parameter.name: module[parameter.name] for parameter in layout.frozen}
-    besides = values.pop("model", Dict())
+    besides = _values_in_module(layout, "", path)
     has_fragments = layout.stage > 1
     root: list[Value] = [
-        *("module", _ordered({**module, **dict(besides.pairs())})),
-        *("buffer_names", list(layout.buffers)),
+        *("module", None if layout.is_pipeline else _ordered({**module, **besides})),
+        *("buffer_names", [*_buffers_of(layout, model_rank)]),
         *("optimizer", None),
-        *("param_shapes", [_shapes(group.parameters) for group in layout.groups]),
+        *("param_shapes", [_shapes(group.of_part(0)) for group in layout.groups[model_rank]]),
         *("frozen_param_shapes", _shapes(layout.frozen) if has_fragments else None),
         *("shared_params", Dict([part for pair in layout.shared for part in pair] if rank == 0 else [])),
         *("frozen_param_fragments", _ordered(fragments) if has_fragments else None),
@@ -258,8 +268,8 @@ def _model_states(
     client_state = values.pop("client_state", Dict())
     for key, otherwise in _OF_ENGINE.items():
         root += [key, values.pop(key, otherwise)]
-    root += ["dp_world_size", layout.ranks, "mp_world_size", 1]
-    root += ["checkpoint_parallel_dimensions", Dict(["pp_degree", 1, "tp_degree", 1])]
+    root += ["dp_world_size", layout.ranks, "mp_world_size", len(layout.groups)]
+    root += ["checkpoint_parallel_dimensions", Dict(["pp_degree", len(layout.groups), "tp_degree", 1])]
     root += ["ds_config", config, "ds_version", version]
     values |= dict(client_state.pairs()) if type(client_state) is Dict else {"client_state": client_state}
     clash = sorted(str(key) for key in values if key in root[::2])
@@ -272,6 +282,35 @@ def _model_states(
             remedy="leave them out of the source",
         )
     return Dict([*root, *(part for pair in values.items() for part in pair)])
+
+
+def _values_in_module(layout: ZeroLayout, begin: str, path: str) -> dict[str, Value]:
+    """Return what modules of the model save besides tensors, in a file whose names begin so."""
+    values = dict(_values(layout.module, {}, path).get("module").pairs())
+    own = {*names_by_file(layout, map(str, values)).get(begin, ())}
+    return {key: value for key, value in values.items() if str(key) in own}
+
+
+def _buffers_of(layout: ZeroLayout, model_rank: int) -> Sequence[str]:
+    """Return the names of the buffers in a stage of a pipeline: of those layers that are behind its first one."""
+    if not layout.is_pipeline:
+        return layout.buffers
+    firsts = [
+        min((layer_of(own.name, _NO_LAYER) for group in groups for own in group.parameters), default=_NO_LAYER)
+        for groups in layout.groups
+    ]
+    return [name for name in layout.buffers if max(bisect_right(firsts, layer_of(name, 0)), 1) - 1 == model_rank]
+
+
+def _part_of_model(layout: ZeroLayout, number: int, storages: _StoragesInFile, path: str) -> Value:
+    """Return the object of a file of a layer, whose names begin without its number, or of an expert."""
+    begin = layout.apart[number - layout.optimizer_files - layout.model_files]
+    names = names_by_file(layout, layout.names).get(begin, ())
+    own: dict[str, Value] = {name: storages.whole(whole_part(MODEL + name, (), number).name) for name in names}
+    own |= _values_in_module(layout, begin, path)
+    if layout.is_pipeline:
+        return _ordered({name.removeprefix(begin): value for name, value in own.items()})
+    return Dict([part for pair in own.items() for part in pair])
 
 
 def _ordered(values: Mapping[str, Value]) -> Call:
