@@ -16,7 +16,8 @@ from support.command_line import run_apart
 
 torch = pytest.importorskip("torch")
 
-from support.deepspeed_ranks import batch, new_model  # noqa: E402 - which imports torch
+from support.deepspeed_by_torch import by_name  # noqa: E402 - which imports torch
+from support.deepspeed_ranks import batch, new_model  # noqa: E402
 
 # One process has all of them, since DeepSpeed is imported once.
 pytestmark = [pytest.mark.deepspeed, pytest.mark.xdist_group("deepspeed")]
@@ -52,9 +53,9 @@ class DeepSpeed:
             text=True,
         )
 
-    def begin(self, stage: int, ranks: int, *, is_bf16: bool) -> Path:
+    def begin(self, stage: int, ranks: int, **others: Any) -> Path:
         """Train some steps on so many ranks; return the folder of what came of it."""
-        return self._do({"stage": stage, "ranks": ranks, "is_bf16": is_bf16, "steps": STEPS})
+        return self._do({"stage": stage, "ranks": ranks, "steps": STEPS, **others})
 
     def load(self, folder: Path, stage: int, ranks: int, **others: Any) -> Path:
         """Load a checkpoint into so many ranks; return the folder of what came of it."""
@@ -62,7 +63,8 @@ class DeepSpeed:
 
     def _do(self, asked: dict[str, Any]) -> Path:
         out = self.folder / f"task_{next(self._numbers)}"
-        task = {"load": None, "steps": 0, "earlier_steps": 0, "has_scheduler": True, **asked, "out": str(out)}
+        usual = {"load": None, "steps": 0, "earlier_steps": 0, "has_scheduler": True, "kind": "plain", "ep_size": 1}
+        task = {**usual, **asked, "out": str(out)}
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(task) + "\n")
         self._process.stdin.flush()
@@ -189,6 +191,51 @@ def test_a_training_of_torch_goes_on_in_deepspeed(tmp_path: Path, deepspeed: Dee
         assert differing(tensors(after / "saved.pt"), saved) == []
         assert apart(tensors(after / "stepped.pt"), stepped) < APART[False]
         assert json.loads((after / "facts.json").read_text())["rates"] == [0.004, 0.004]
+
+
+# Models that are no plain ones: how they begin, over how many ranks each part of them is divided, and how they go on.
+DIVIDED: dict[str, tuple[dict[str, Any], int]] = {
+    "pipeline": ({"stage": 1, "ranks": 4, "is_bf16": True}, 2),
+    "experts": ({"stage": 2, "ranks": 2, "is_bf16": True, "ep_size": 2}, 1),
+    "experts in fp32": ({"stage": 1, "ranks": 2, "is_bf16": False, "ep_size": 2}, 1),
+}
+GOING_ON = [
+    ("pipeline", 2, {}),
+    ("pipeline", 1, {}),
+    ("pipeline", 3, {}),
+    ("experts", 2, {"ep_size": 2}),
+    ("experts", 4, {"ep_size": 2}),
+    ("experts in fp32", 3, {}),
+    ("experts in fp32", 2, {"ep_size": 2}),
+    ("experts in fp32", 1, {"stage": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def divided(deepspeed: DeepSpeed) -> dict[str, Path]:
+    return {name: deepspeed.begin(**own, kind=name.partition(" ")[0]) for name, (own, _) in DIVIDED.items()}
+
+
+@pytest.mark.parametrize(("name", "ranks", "others"), GOING_ON)
+def test_pipelines_and_experts_go_on_with_other_ranks(
+    tmp_path: Path, deepspeed: DeepSpeed, divided: dict[str, Path], name: str, ranks: int, others: dict[str, Any]
+) -> None:
+    """At equal sizes bit by bit as the training that went on. Experts are divided over ranks as far as these allow."""
+    before, (begun, stages) = divided[name], DIVIDED[name]
+    task = {**begun, "ep_size": 1, **others}
+    convert(before / "saved", tmp_path / "made", task["stage"], ranks)
+    after = deepspeed.load(tmp_path / "made", **{**task, "ranks": ranks * stages}, kind=name.partition(" ")[0])
+    assert differing(by_name(after / "saved/now"), by_name(before / "saved/now")) == []
+    expected, got = (by_name(folder / "stepped/now") for folder in (before, after))
+    facts, own_facts = (json.loads((folder / "facts.json").read_text()) for folder in (before, after))
+    loss, own_loss = facts.pop("loss"), own_facts.pop("loss")
+    assert own_facts == facts
+    if ranks * stages == begun["ranks"] and task["stage"] == begun["stage"]:
+        assert differing(got, expected) == [] and own_loss == loss
+    else:
+        close = APART[begun["is_bf16"]]
+        exact = {key: own for key, own in expected.items() if not key.startswith("model.")}  # those are rounded
+        assert apart(got, exact) < close and own_loss == pytest.approx(loss, abs=close)
 
 
 def test_nothing_is_compiled(deepspeed: DeepSpeed, sources: dict[str, Path]) -> None:

@@ -3,10 +3,12 @@
 Reads tasks as lines of JSON, and says for each in a line what went wrong, or nothing. DeepSpeed is imported once: the
 ranks of a task are forks, which talk over gloo. A task's keys: `ranks`, `stage` of ZeRO, `is_bf16`, `has_scheduler`;
 `load`: a folder to load a checkpoint from, or null; `earlier_steps`: how many that checkpoint does not know of;
-`steps`: how many to take, then; `out`: the folder for what comes of it.
+`steps`: how many to take, then; `out`: the folder for what comes of it. `kind`: of the model: `plain`; `pipeline`, of
+two stages; `experts`, which are divided over `ep_size` ranks.
 
-There the engine saves a checkpoint (`saved`), takes one more step, and saves again (`stepped`). Beside each lie its
-whole tensors (`saved.pt`), put together of the engine's own files by no more than how DeepSpeed lays them out.
+There the engine saves a checkpoint (`saved`), takes one more step, and saves again (`stepped`). Beside each of a plain
+model lie its whole tensors (`saved.pt`), put together of the engine's own files by no more than how DeepSpeed lays them
+out.
 `facts.json` says how the training stands at the end.
 """
 
@@ -50,10 +52,61 @@ class SmallClassifier(nn.Module):
         return nn.functional.cross_entropy(logits.float(), tokens % 5)
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return the groups of the optimizer: what has several dimensions decays."""
-        several = [each for each in self.parameters() if each.dim() > 1]
-        others = [each for each in self.parameters() if each.dim() == 1]
-        return [{"params": several, "weight_decay": _DECAY}, {"params": others, "weight_decay": 0.0}]
+        return groups_of(self)
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Return the groups of the optimizer: what has several dimensions decays."""
+    several = [each for each in model.parameters() if each.dim() > 1]
+    others = [each for each in model.parameters() if each.dim() == 1]
+    return [{"params": several, "weight_decay": _DECAY}, {"params": others, "weight_decay": 0.0}]
+
+
+class Mixture(nn.Module):
+    """A classifier with two layers of experts, each of which begins with weights of its own."""
+
+    def __init__(self, ep_size: int) -> None:
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        self.table = nn.Embedding(11, 6)
+        self.layers = nn.ModuleDict()
+        for name, count in {"2": 4, "10": 2}.items():
+            expert = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 6))
+            layer = MoE(6, expert, num_experts=count, ep_size=ep_size, min_capacity=16, use_rts=False)
+            own = layer.deepspeed_moe.experts.deepspeed_experts
+            for place, each in enumerate(own):
+                generator = torch.Generator().manual_seed(dist.get_rank() % ep_size * len(own) + place)
+                for parameter in each.parameters():
+                    nn.init.normal_(parameter, std=0.4, generator=generator)
+            self.layers[name] = layer
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.table(tokens)
+        for layer in self.layers.values():
+            hidden = hidden + layer(hidden)[0]
+        return nn.functional.cross_entropy(self.head(hidden).float(), tokens % 5)
+
+
+def _pipeline() -> nn.Module:
+    """Return a pipeline of two stages, which share a table; one layer has no weights."""
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    layers = [
+        TiedLayerSpec("table", nn.Embedding, 11, 6),
+        LayerSpec(nn.Linear, 6, 10),
+        LayerSpec(nn.ReLU),
+        LayerSpec(nn.LayerNorm, 10),
+        LayerSpec(nn.Linear, 10, 6),
+        TiedLayerSpec("table", nn.Embedding, 11, 6, forward_fn=lambda table, hidden: hidden @ table.weight.T),
+    ]
+    made: nn.Module = PipelineModule(layers, num_stages=2, loss_fn=_loss, partition_method="uniform")
+    return made
+
+
+def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.float(), tokens)
 
 
 def new_model(*, is_loaded: bool) -> SmallClassifier:
@@ -63,6 +116,23 @@ def new_model(*, is_loaded: bool) -> SmallClassifier:
     if is_loaded:
         model.scale.zero_()
     return model
+
+
+def _model_and_groups(task: Mapping[str, Any]) -> tuple[nn.Module, list[dict[str, Any]]]:
+    """Return the model of a task as it begins, and the groups of its optimizer."""
+    is_loaded = task["load"] is not None
+    torch.manual_seed(99 if is_loaded else 5)
+    if task["kind"] == "pipeline":
+        pipeline = _pipeline()
+        return pipeline, groups_of(pipeline)
+    if task["kind"] == "experts":
+        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+        mixture = Mixture(task["ep_size"])
+        named = [{**own, "name": f"own {number}"} for number, own in enumerate(groups_of(mixture))]
+        return mixture, split_params_into_different_moe_groups_for_optimizer(named)
+    model = new_model(is_loaded=is_loaded)
+    return model, model.groups()
 
 
 def batch(step: int) -> torch.Tensor:
@@ -91,8 +161,8 @@ def _train(task: Mapping[str, Any], rank: int) -> None:
 
     out = Path(task["out"])
     deepspeed.init_distributed(dist_backend="gloo")
-    model = new_model(is_loaded=task["load"] is not None)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.groups(), config=_config(task))
+    model, groups = _model_and_groups(task)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=_config(task))
     client_state = CLIENT_STATE
     if task["load"] is not None:
         path, loaded = engine.load_checkpoint(task["load"])
@@ -100,9 +170,9 @@ def _train(task: Mapping[str, Any], rank: int) -> None:
         client_state = {key: loaded[key] for key in CLIENT_STATE if key in loaded}  # among keys of DeepSpeed's own
     for _ in range(task["steps"]):
         _step(engine, task)
-    _save(engine, out / "saved", client_state)
+    _save(engine, out / "saved", client_state, task)
     loss = _step(engine, task)
-    _save(engine, out / "stepped", client_state)
+    _save(engine, out / "stepped", client_state, task)
     if rank == 0:
         facts = {
             "client_state": client_state,
@@ -116,15 +186,20 @@ def _train(task: Mapping[str, Any], rank: int) -> None:
 
 
 def _step(engine: Any, task: Mapping[str, Any]) -> float:
-    loss = engine(batch(task["earlier_steps"] + engine.global_steps))
+    own = batch(task["earlier_steps"] + engine.global_steps)
+    if task["kind"] == "pipeline":
+        return float(engine.train_batch(iter([(own, own)])))
+    loss = engine(own)
     engine.backward(loss)
     engine.step()
     return float(loss.detach())
 
 
-def _save(engine: Any, folder: Path, client_state: dict[str, Any]) -> None:
-    """Have the engine save a checkpoint and its weights, and put the whole tensors of both beside it."""
+def _save(engine: Any, folder: Path, client_state: dict[str, Any], task: Mapping[str, Any]) -> None:
+    """Have the engine save a checkpoint; of a plain model also its weights, and put the whole tensors beside both."""
     engine.save_checkpoint(folder, tag="now", client_state=client_state)
+    if task["kind"] != "plain":
+        return
     engine.save_16bit_model(folder, "weights.bin")
     dist.barrier()
     if dist.get_rank() == 0:
