@@ -97,8 +97,8 @@ def second_names(root: Dict) -> tuple[tuple[str, str], ...]:
     """
     shared = root.get("shared_params")
     pairs = shared.pairs() if type(shared) is Dict else ()
-    own = ((name, other) for name, other in pairs if type(name) is str and type(other) is str)
-    return (*own, *(_names_in_layers(root) if root.get(IS_PIPELINE) is True else ()))
+    own = {name: other for name, other in pairs if type(name) is str and type(other) is str}
+    return tuple({**(dict(_names_in_layers(root)) if root.get(IS_PIPELINE) is True else {}), **own}.items())
 
 
 def _names_in_layers(root: Dict) -> Iterator[tuple[str, str]]:

@@ -25,6 +25,7 @@ from reshard_mpi.formats.deepspeed.layout import (
     vectors_of,
     whole_part,
 )
+from reshard_mpi.formats.deepspeed.parameters import TIED
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.manifest import NEST, ShardSpec
 from reshard_mpi.formats.nest import rebuild_tree
@@ -254,13 +255,15 @@ def _model_states(
         fragments = {parameter.name: module[parameter.name] for parameter in layout.frozen}
     besides = _values_in_module(layout, "", path)
     has_fragments = layout.stage > 1
+    # What layers of a pipeline share is in the files of these, and not said.
+    shared = [pair for pair in layout.shared if not (layout.is_pipeline and pair[1].startswith(TIED))]
     root: list[Value] = [
         *("module", None if layout.is_pipeline else _ordered({**module, **besides})),
         *("buffer_names", [*_buffers_of(layout, model_rank)]),
         *("optimizer", None),
         *("param_shapes", [_shapes(group.of_part(0)) for group in layout.groups[model_rank]]),
         *("frozen_param_shapes", _shapes(layout.frozen) if has_fragments else None),
-        *("shared_params", Dict([part for pair in layout.shared for part in pair] if rank == 0 else [])),
+        *("shared_params", Dict([part for pair in shared for part in pair] if rank == 0 else [])),
         *("frozen_param_fragments", _ordered(fragments) if has_fragments else None),
         *("lr_scheduler", values.pop("scheduler", None)),
     ]
