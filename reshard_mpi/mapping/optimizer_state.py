@@ -7,7 +7,6 @@ their state as well: what is before and behind the parameter's name stays.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
@@ -18,47 +17,9 @@ from reshard_mpi.mapping.direction import Direction, Inventory, TemplateShapes
 from reshard_mpi.mapping.equations import NamePattern
 from reshard_mpi.mapping.matching import Match, whole_pair
 from reshard_mpi.mapping.rules import EquationRule, Rules
+from reshard_mpi.mapping.tensor_kinds import COUNTS, PART, STATE_KEY, STATE_WORDS, parts_of
 
 _MAX_NAMED = 5
-# Longer names are no names of state.
-_MAX_PARTS = 48
-_PART = re.compile("[^./]+")
-# torch's key for what an optimizer has of each parameter.
-_STATE_KEY = "state"
-# Words in the names of step counters.
-_COUNTS = frozenset(("step", "state_step"))
-# Words that frameworks have in the names of what optimizers and training keep of a parameter.
-STATE_WORDS = frozenset(
-    (
-        *(
-            "accu_grads",
-            "accum",
-            "accum_update",
-            "accumulator",
-            "acc_delta",
-            "adam_m",
-            "adam_v",
-            "ax",
-            "ema",
-            "exp_avg",
-        ),
-        *("exp_avg_sq", "exp_avg_diff", "exp_inf", "fp32_param", "grad_avg", "grad_sum", "lamb_m", "lamb_v"),
-        *("main_param", "master", "master_param", "max_exp_avg_sq", "mean_grad", "mean_square", "moment", "moment1"),
-        *("moment2", "moments", "momentum", "momentum_buf", "momentum_buffer", "optim", "optimizer"),
-        *(
-            "optimizer_state",
-            "optimizer_states",
-            "optim_state",
-            "param_groups",
-            "prev",
-            "square_avg",
-            "stat",
-            "state",
-            "step",
-        ),
-        *("step_size", "sum", "velocity", "vhat"),
-    )
-)
 
 
 class NameAffixes(NamedTuple):
@@ -70,7 +31,7 @@ class NameAffixes(NamedTuple):
     @property
     def is_count(self) -> bool:
         """Whether the affixes belong to a count of steps."""
-        return not _COUNTS.isdisjoint((*parts_of(self.before), *parts_of(self.behind)))
+        return not COUNTS.isdisjoint((*parts_of(self.before), *parts_of(self.behind)))
 
     @classmethod
     def of(cls, pattern: NamePattern) -> NameAffixes:
@@ -198,7 +159,7 @@ def with_state(names: Collection[str]) -> frozenset[str]:
     """Return the tensors that have state of their own (`optimizer.state.ema.w.exp_avg`), so they are none of others."""
     parameters = set()
     for name in names:
-        _, found, rest = f".{name}".partition(f".{_STATE_KEY}.")
+        _, found, rest = f".{name}".partition(f".{STATE_KEY}.")
         while found and rest:
             rest = rest.rpartition(".")[0]
             if rest in names:
@@ -291,7 +252,7 @@ def parted_anywhere(name: str, inventory: Container[str]) -> tuple[str, NameAffi
 
     Names behind `state.` come first: `optim.state.w.exp_avg` is of `w`, even if there is a parameter `state.w`.
     """
-    spans = [part.span() for part in _PART.finditer(name)]
+    spans = [part.span() for part in PART.finditer(name)]
     parts = parts_of(name)
     found: tuple[str, NameAffixes] | None = None
     for length in range(len(parts) - 1, 0, -1):
@@ -299,7 +260,7 @@ def parted_anywhere(name: str, inventory: Container[str]) -> tuple[str, NameAffi
             first, last = spans[start][0], spans[start + length - 1][1]
             if name[first:last] in inventory and not STATE_WORDS.isdisjoint((*parts[:start], *parts[start + length :])):
                 parted = name[first:last], NameAffixes(name[:first], name[last:])
-                if start > 0 and parts[start - 1] == _STATE_KEY:
+                if start > 0 and parts[start - 1] == STATE_KEY:
                     return parted
                 found = found or parted
     return found
@@ -310,13 +271,7 @@ def is_behind_parameter(parts: Sequence[str], length: int) -> bool:
 
     A parameter may be called `step` as well.
     """
-    return length == 1 and parts[-1] in STATE_WORDS and _STATE_KEY in parts[:-2]
-
-
-def parts_of(name: str) -> tuple[str, ...]:
-    """Return what dots, and the slashes of groups, divide a name into; nothing for a name of too many parts."""
-    parts = tuple(_PART.findall(name))
-    return parts if len(parts) <= _MAX_PARTS else ()
+    return length == 1 and parts[-1] in STATE_WORDS and STATE_KEY in parts[:-2]
 
 
 def is_named_as_state(name: str, base: str) -> bool:
