@@ -6,6 +6,7 @@ the records of runs; only `--from`, a word of Python's own, is `source_format` t
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import re
@@ -139,6 +140,17 @@ def check_size(value: object, name: str) -> int:
     return size_bytes
 
 
+def check_tolerance(value: object, name: str) -> float:
+    """Return how far numbers may be apart, a number or a text, as a float. Raises UsageError if it is no distance."""
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        raise UsageError(f"{name} is no number", expected="0 or more, such as 1e-3", got=repr(value)) from None
+    if not 0 <= number < math.inf:
+        raise UsageError(f"{name} is out of range", expected="0 or more, such as 1e-3", got=repr(value))
+    return number
+
+
 def check_source_format(value: object, name: str) -> str:
     """Return the name of a format. Raises UsageError for an unknown one."""
     return formats.info(check_text(value, name)).name
@@ -244,6 +256,7 @@ RANKS = Kind(check_number, read_ranks, action="extend")
 PART = Kind(check_part, read_part)
 SIZE = Kind(check_size)
 MEMORY = Kind(check_memory)
+TOLERANCE = Kind(check_tolerance)
 SOURCE_FORMAT = Kind(check_source_format, choices=formats.names)
 TARGET_FORMAT = Kind(check_target_format, choices=formats.targets)
 
@@ -324,6 +337,8 @@ OPTIONS = {
         Option("verify", FLAG, default=False),
         Option("strict", FLAG, default=False, is_recorded=True),
         Option("replicas", one_of("any", "sample", "check"), default="sample"),
+        Option("atol", TOLERANCE, "NUMBER", 0.0),
+        Option("rtol", TOLERANCE, "NUMBER", 0.0),
         Option("memory", MEMORY, "SIZE|unlimited"),
         Option("max_active", COUNT, "N"),
         Option("jobs", COUNT, "N", is_of_task=True),

@@ -7,6 +7,7 @@ written at all. Whatever Python calls unprintable is shown as Python writes it: 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -141,3 +142,10 @@ def parse_bytes(text: str) -> int:
 def format_rate(size_bytes: int, seconds: float) -> str:
     """Return a throughput such as `1.20 GiB/s`."""
     return f"{format_bytes(int(size_bytes / seconds))}/s" if seconds > 0 else "-"
+
+
+def json_number(value: float) -> float | str:
+    """Return a number as strict JSON has it: NaN and infinities as texts."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

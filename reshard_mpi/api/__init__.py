@@ -34,7 +34,7 @@ from reshard_mpi.api.mindspore import (
 )
 from reshard_mpi.checkpoints.inspection import inspect
 from reshard_mpi.errors import UsageError
-from reshard_mpi.options import check_count, check_number
+from reshard_mpi.options import check_count, check_flag, check_number
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.runs.open_run import open_run
 from reshard_mpi.runs.outcome import Report, ShardReport, TargetReport
@@ -235,6 +235,9 @@ def diff(
     dtype: str | Iterable[str] = (),
     include: str | Iterable[str] = (),
     exclude: str | Iterable[str] = (),
+    values: bool = False,
+    atol: float = 0.0,
+    rtol: float = 0.0,
     jobs: int = 1,
     memory: str | int | None = None,
     max_active: int | None = None,
@@ -251,6 +254,9 @@ def diff(
             becomes of the first one before it is compared, as in `transform`.
         include, exclude: which tensors of both are compared.
         accumulated: how gradients that are being accumulated are joined on either side before they are compared.
+        values: compare numbers, whatever their types: the report's `comparison` says how far apart they are, and
+            whether that `passes`; then a difference is not raised.
+        atol, rtol: with values, how far apart elements a and b may be: atol + rtol * |b|.
         replicas: as in `verify`.
         progress: as in `transform`.
 
@@ -258,7 +264,11 @@ def diff(
     are; another ReshardError if the two cannot be compared.
     """
     request = request_of(locals(), source="first", target="second")._replace(recorded=False)
-    return run(request, check_count(jobs, "jobs"), comm, Task.DIFF, progress=progress)
+    in_numbers = check_flag(values, "values")
+    if not in_numbers and (request.atol or request.rtol):
+        raise UsageError("atol and rtol go with values", expected="values=True", got="a tolerance alone")
+    work = Task.DIFF_VALUES if in_numbers else Task.DIFF
+    return run(request, check_count(jobs, "jobs"), comm, work, progress=progress)
 
 
 @public

@@ -25,7 +25,7 @@ from reshard_mpi.cli.option_parser import (
     strategies_of,
     work_of,
 )
-from reshard_mpi.options import OPTIONS, RANK
+from reshard_mpi.options import COUNT, OPTIONS, RANK
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.request import Request
@@ -159,7 +159,26 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
     add_files(parser, "A")
     add_map(parser, "A", "B, from both sides")
     add_comparison(parser, "hold the strategies against the checkpoints")
-    add_output(parser, "each tensor that is the same")
+    output = add_output(parser, "each tensor that is the same")
+    numbers = parser.add_argument_group("comparing in numbers")
+    numbers.add_argument(
+        "--values",
+        action="store_true",
+        help="say of each tensor how far apart both are, in float64: the share of elements that differ, the largest"
+        " difference, absolute and relative to the larger of both, norms and cosine. Types may differ, NaN equals NaN,"
+        " 0 equals -0. Then the same by kind (model, optimizer's moments, steps), and the values beside the tensors"
+        " that differ",
+    )
+    within = "with --values: elements a and b pass if |a - b| <= atol + rtol * |b| (default: %(default)s)"
+    add(numbers, "atol", within)
+    add(numbers, "rtol", within)
+    numbers.add_argument(
+        "--top",
+        type=reader_of(COUNT),
+        metavar="N",
+        help="with --values: list the N tensors that differ most (default: 20, and all with --json)",
+    )
+    output.add_argument("--json", action="store_true", help="with --values: print it as JSON")
 
 
 def _add_commit(parser: argparse.ArgumentParser) -> None:

@@ -17,6 +17,7 @@ from reshard_mpi.cli.arguments import parser, reading_options, request
 from reshard_mpi.cli.first_lease import end_if_stopped, stopped_text
 from reshard_mpi.cli.output import (
     asked_pictures,
+    compared,
     flush_standard_streams,
     in_the_way_of,
     may_be_report,
@@ -285,7 +286,30 @@ def _verify(options: argparse.Namespace) -> int:
 def _diff(options: argparse.Namespace) -> int:
     from reshard_mpi.runs.request import Task
 
+    if options.values:
+        return _diff_values(options)
+    given = {"--atol": options.atol, "--rtol": options.rtol, "--top": options.top, "--json": options.json}
+    if lone := next((flag for flag, value in given.items() if value), None):
+        raise UsageError(f"{lone} goes with --values", expected=f"--values {lone}", got=f"{lone} alone")
     return DifferenceError.exit_code if _finds(Task.DIFF, "difference", options, same) else 0
+
+
+def _diff_values(options: argparse.Namespace) -> int:
+    begin = time.monotonic()
+    from reshard_mpi.runs.request import Task
+
+    with _world(options) as group:
+        outcome = _run(Task.DIFF_VALUES, options, group)
+        outcome.raise_failures()
+        found = outcome.comparison
+        assert found is not None
+        if group.rank == 0:
+            _tell(outcome, options)
+            if options.json:
+                show(json.dumps(found.as_json(options.top), indent=1))
+            elif not options.quiet:
+                show("\n".join((found.as_text(options.top), compared(outcome, time.monotonic() - begin))))
+    return 0 if found.passes else DifferenceError.exit_code
 
 
 def _finds(work: Task, what: str, options: argparse.Namespace, sound: Callable[[Outcome, float], str]) -> bool:

@@ -197,9 +197,22 @@ def verified(outcome: Outcome, seconds: float) -> str:
 
 def same(outcome: Outcome, seconds: float) -> str:
     """Return the closing line of a comparison that found two checkpoints to hold the same."""
+    return f"{_compared(outcome, seconds)}: the same"
+
+
+def compared(outcome: Outcome, seconds: float) -> str:
+    """Return the closing line of a comparison in numbers."""
+    tensors = () if outcome.comparison is None else outcome.comparison.tensors
+    differing, failing = sum(tensor.differs for tensor in tensors), sum(not tensor.passes for tensor in tensors)
+    not_all = ", but not all can be compared" if outcome.comparison and outcome.comparison.left_out else ""
+    tolerated = f", {differing - failing} of them as far as is tolerated" if differing > failing else ""
+    found = f"{differing} differ{tolerated}" if differing else "the same numbers"
+    return f"{_compared(outcome, seconds)}: {found}{not_all}"
+
+
+def _compared(outcome: Outcome, seconds: float) -> str:
     tensors = sum(checked.tensors for checked in outcome.checked)
-    speed = _speed(sum(checked.read_bytes for checked in outcome.checked), seconds)
-    return f"compared {counted(tensors, 'tensor')}, {speed}: the same"
+    return f"compared {counted(tensors, 'tensor')}, {_speed(sum(each.read_bytes for each in outcome.checked), seconds)}"
 
 
 def _speed(size_bytes: int, seconds: float) -> str:

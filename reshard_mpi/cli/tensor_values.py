@@ -19,7 +19,7 @@ from reshard_mpi.cli.output import show
 from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.patterns import Pattern
-from reshard_mpi.text import MIB, one_line, shortened
+from reshard_mpi.text import MIB, json_number, one_line, shortened
 
 if TYPE_CHECKING:
     from types import EllipsisType
@@ -252,9 +252,7 @@ def _plain(values: Any) -> Any:
         return _plain((values if is_wide else values.astype("float64")).tolist())
     if isinstance(values, complex):
         return [_plain(values.real), _plain(values.imag)]
-    if isinstance(values, float) and not math.isfinite(values):
-        return "NaN" if math.isnan(values) else "Infinity" if values > 0 else "-Infinity"
-    return values
+    return json_number(values) if isinstance(values, float) else values
 
 
 def _short(value: Any) -> str:

@@ -105,7 +105,7 @@ def first_difference_of_tensors(
         on_bytes: called with the number of bytes of a tensor that have just been compared.
     """
     box, itemsize = first.spec.box, first.spec.dtype.itemsize_bytes
-    both = (_contents(files, tensor, box, limits) for tensor in (first, second))
+    both = (contents(files, tensor, box, limits) for tensor in (first, second))
     for (block, expected), (_, got) in zip(*both):
         if expected != got:
             return _element(block, _first_differing_byte(expected, got) // itemsize)
@@ -186,17 +186,23 @@ def first_nonzero(files: Files, tensor: TensorPlan, box: Box, limits: Limits) ->
 
     All bytes of a zero are 0, so -0.0 is none.
     """
-    for block, content in _contents(files, tensor, box, limits):
+    for block, content in contents(files, tensor, box, limits):
         zeros = bytearray(len(content))
         if content != zeros:
             return _element(block, _first_differing_byte(content, zeros) // tensor.spec.dtype.itemsize_bytes)
     return None
 
 
-def _contents(files: Files, tensor: TensorPlan, box: Box, limits: Limits) -> Iterator[tuple[Box, bytearray]]:
-    """Yield blocks of a tensor's box with their bytes. The buffer may hold older bytes behind the last block."""
+def contents(
+    files: Files, tensor: TensorPlan, box: Box, limits: Limits, most_elements: int | None = None
+) -> Iterator[tuple[Box, bytearray]]:
+    """Yield blocks of a tensor's box with their bytes. The buffer may hold older bytes behind the last block.
+
+    Args:
+        most_elements: of a block; None: as many as half the buffer of `limits` holds.
+    """
     itemsize = tensor.spec.dtype.itemsize_bytes
-    most_elements = max(1, min(box.size, limits.buffer_bytes // 2 // itemsize))
+    most_elements = max(1, min(box.size, most_elements or limits.buffer_bytes // 2 // itemsize))
     content = bytearray(most_elements * itemsize)
     for block in box.blocks(most_elements):
         for part in meeting(tensor.copies, block):

@@ -36,13 +36,15 @@ from reshard_mpi.runs.progress import Progress, ProgressStage, SliceCounter
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.target_needs import Workload
 from reshard_mpi.sharding.strategy import unsharded
-from reshard_mpi.text import format_bytes, shortened
+from reshard_mpi.text import MIB, format_bytes, shortened
 
+# Memory for a few blocks of elements as float64, and for numpy itself.
+MEASURING_BYTES = 24 * MIB
 # Differing tensors described by one process; of more it gives the number.
 _MAX_DESCRIBED = 20
 
 
-class _DiffSide(NamedTuple):
+class DiffSide(NamedTuple):
     """One of the two checkpoints: its path as the user named it, and the plan of all that it holds."""
 
     path: str
@@ -56,13 +58,7 @@ def diff(request: Request, comm: Comm, progress: Progress, memory: RunMemory, st
     The differences are the outcome's failures. Raises a ReshardError, the same on all processes, if the two cannot be
     compared.
     """
-    progress.begin(ProgressStage("planning"))
-    first, second, planned = agreed(lambda: _planned(request, comm, strategies, memory), comm)
-    require_same_choice(comm, first.source.files, second.source.files)
-    if comm.rank == 0:
-        progress.display.reading(first.source.summary_text)
-    lost = _compare_replicas((first, second), comm, progress)
-    planned = planned.joined([Outcome(lost=lost)])
+    first, second, planned = planned_sides(request, comm, progress, memory, strategies)
     specs = {spec.name: spec for spec in second.plan.tensors.specs}
     common = [spec for spec in first.plan.tensors.specs if specs.get(spec.name) == spec]
     mine = common[comm.rank :: comm.size]
@@ -79,7 +75,30 @@ def diff(request: Request, comm: Comm, progress: Progress, memory: RunMemory, st
     return Outcome(processes=comm.size).joined(comm.allgather(outcome))
 
 
-def _compare_replicas(sides: Sequence[_DiffSide], comm: Comm, progress: Progress) -> tuple[UnusableShard, ...]:
+def planned_sides(
+    request: Request,
+    comm: Comm,
+    progress: Progress,
+    memory: RunMemory,
+    strategies: Strategies | None,
+    *,
+    in_numbers: bool = False,
+) -> tuple[DiffSide, DiffSide, Outcome]:
+    """Plan both sides, and compare the replicas of each; return them, and an outcome with notes and warnings.
+
+    Args:
+        in_numbers: whether they are to be compared in numbers, and not byte by byte.
+    """
+    progress.begin(ProgressStage("planning"))
+    first, second, planned = agreed(lambda: _planned(request, comm, strategies, memory, in_numbers=in_numbers), comm)
+    require_same_choice(comm, first.source.files, second.source.files)
+    if comm.rank == 0:
+        progress.display.reading(first.source.summary_text)
+    lost = _compare_replicas((first, second), comm, progress)
+    return first, second, planned.joined([Outcome(lost=lost)])
+
+
+def _compare_replicas(sides: Sequence[DiffSide], comm: Comm, progress: Progress) -> tuple[UnusableShard, ...]:
     """Compare the replicas on either side that must be the same before one stands for all, as a transform does.
 
     Returns the shards of both that could not be read. Raises, the same on all processes, what `compare` raises.
@@ -103,8 +122,8 @@ def _compare_replicas(sides: Sequence[_DiffSide], comm: Comm, progress: Progress
 
 
 def _planned(
-    request: Request, comm: Comm, strategies: Strategies | None, memory: RunMemory
-) -> tuple[_DiffSide, _DiffSide, Outcome]:
+    request: Request, comm: Comm, strategies: Strategies | None, memory: RunMemory, *, in_numbers: bool
+) -> tuple[DiffSide, DiffSide, Outcome]:
     """Return both sides, planned, and an outcome with the notes and warnings on them."""
     governor, purpose = memory.open(), f"comparing {request.source} with {request.target}"
     named = (request.src_strategy, request.dst_strategy) if strategies is None else ()
@@ -127,7 +146,7 @@ def _planned(
     as_they_are = (Conversion(source, unsharded(), policy) for source in sources)
     conversions, require_some = _both_through_map(request, *as_they_are)
     memory.on_memory_released(*(conversion.forget for conversion in conversions))
-    peak_bytes, plans = 0, list[RankPlan]()
+    peak_bytes, plans = MEASURING_BYTES if in_numbers else 0, list[RankPlan]()
     warnings, notes_on_ranks = list[str](), list[str]()
     for conversion, other in zip(conversions, reversed(sources)):
         memory.reserve_for_planning(Workload(conversion, other.files.format, also_read=other), purpose)
@@ -164,9 +183,9 @@ def _planned(
         *first_files.notes,
         *second_files.notes,
         *governor.notes,
-        *_other_texts(*plans),
+        *(() if in_numbers else _other_texts(*plans)),
     )
-    first, second = map(_DiffSide, (request.source, request.target), sources, plans)
+    first, second = map(DiffSide, (request.source, request.target), sources, plans)
     warnings += [
         *(text for source in sources for text in source.files.warnings),
         *plans[0].warnings,
@@ -201,7 +220,7 @@ def _other_texts(first: RankPlan, second: RankPlan) -> Iterator[str]:
         yield f"texts beside the tensors differ: {shortened(list(map(repr, differing)))}"
 
 
-def _unlike(first: _DiffSide, second: _DiffSide) -> Iterator[DifferenceError]:
+def _unlike(first: DiffSide, second: DiffSide) -> Iterator[DifferenceError]:
     """Yield tensors that cannot be compared, tensors in one checkpoint only, and differing types or shapes."""
     for side in (first, second):
         for what in side.plan.left_out:
@@ -231,7 +250,7 @@ def _unlike(first: _DiffSide, second: _DiffSide) -> Iterator[DifferenceError]:
 
 
 def _differences(
-    first: _DiffSide, second: _DiffSide, specs: Sequence[TensorSpec], progress: Progress
+    first: DiffSide, second: DiffSide, specs: Sequence[TensorSpec], progress: Progress
 ) -> Iterator[DifferenceError]:
     """Yield the first differing element of each of the tensors `specs` that differs."""
     wanted = {spec.name for spec in specs}

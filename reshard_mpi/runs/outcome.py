@@ -15,6 +15,7 @@ from reshard_mpi.planning.source_flaws import (
     modified_warning,
     warnings_of,
 )
+from reshard_mpi.runs.value_comparison import ValueComparison
 from reshard_mpi.text import counted
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class Outcome(NamedTuple):
     checked: tuple[Checked, ...] = ()  # shards that were verified
     processes: int = 0  # how many the run had
     missing: MissingRanks | None = None  # source ranks without a shard
+    comparison: ValueComparison | None = None  # of two checkpoints in numbers
 
     @classmethod
     def begun(cls, conversion: Conversion, notes: tuple[str, ...] = ()) -> Outcome:
@@ -136,6 +138,7 @@ class Outcome(NamedTuple):
             checked=tuple(sorted(checked, key=lambda shard: shard.rank)),
             processes=max(outcome.processes for outcome in outcomes),
             missing=next((outcome.missing for outcome in outcomes if outcome.missing is not None), None),
+            comparison=ValueComparison.joined(outcome.comparison for outcome in outcomes),
         )
 
     @property
@@ -204,6 +207,7 @@ class Report(NamedTuple):
     seconds: float  # how long it took
     processes: int  # how many took part
     checked: tuple[ShardReport, ...] = ()  # the shards of a verification, or the second checkpoint of a comparison
+    comparison: ValueComparison | None = None  # what comparing two checkpoints in numbers has found
 
     @classmethod
     def of(cls, outcome: Outcome, seconds: float) -> Report:
@@ -214,7 +218,8 @@ class Report(NamedTuple):
             added = so_far._replace(tensors=so_far.tensors + tensors, read_bytes=so_far.read_bytes + read_bytes)
             shards[rank, path] = added
         checked = tuple(shards.values())
-        return cls(outcome.targets, outcome.notes, outcome.warnings, seconds, outcome.processes, checked)
+        processes, comparison = outcome.processes, outcome.comparison
+        return cls(outcome.targets, outcome.notes, outcome.warnings, seconds, processes, checked, comparison)
 
     @property
     def tensors(self) -> int:

@@ -94,6 +94,8 @@ class Request(NamedTuple):
     include: tuple[str, ...] = ()  # globs; names of target tensors must match one
     exclude: tuple[str, ...] = ()  # globs; names of target tensors may match none
     like: str | None = None  # path of a checkpoint whose names and shapes the target gets
+    atol: float = 0.0  # how far numbers a and b that are compared may be apart: atol + rtol * |b|
+    rtol: float = 0.0
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Request:
@@ -189,6 +191,7 @@ class Task(StrEnum):
     VERIFY_PAIR = "runs.verify_command:verify_pair"
     VERIFY_ALONE = "runs.verify_command:verify_alone"
     DIFF = "runs.diff:diff"
+    DIFF_VALUES = "runs.diff_values:diff_values"
 
     def load(self) -> TaskFunction:
         """Import the function's module, and return the function."""

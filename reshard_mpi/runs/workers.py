@@ -96,16 +96,16 @@ def _run_here(
     memory.reserve_for_reading(
         (request.src_strategy, request.dst_strategy), f"reading the strategies of {request.source}"
     )
-    strategies, shards = _read(request), 0 if work is Task.CONVERT else _count_shards(request, work)
+    strategies = _read(request)
     work.load()  # once, before workers are forked
     targets = len(request.rank) if request.rank else strategies.target.world_size
     notes: tuple[str, ...] = ()
     if jobs is None:
         size = processes_by_default(targets)
-    elif work is Task.CONVERT:
+    elif work in (Task.VERIFY_ALONE, Task.VERIFY_PAIR):
+        size, notes = processes_of_use(jobs, _count_shards(request, work) or 1, "shard", together=False)
+    else:  # several processes compare the tensors of two checkpoints
         size, notes = processes_of_use(jobs, targets, "target", together=True)
-    else:
-        size, notes = processes_of_use(jobs, shards or 1, "shard", together=False)
     parameters = max(len(strategies.target.parameters), len(strategies.source.parameters) if strategies.source else 0)
     useful, size = size, memory.share_out(size, parameters)
     if size < useful and jobs is not None:

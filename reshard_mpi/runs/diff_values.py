@@ -1,0 +1,131 @@
+"""Compare two checkpoints in numbers, tensor by tensor (`diff_values`).
+
+Whole tensors are dealt out to the processes of the run, the largest first; each is read once, block by block.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from reshard_mpi.engine.open_files import Files
+from reshard_mpi.engine.value_distance import Tolerance, distance_of, is_comparable
+from reshard_mpi.formats.manifest import TensorSpec
+from reshard_mpi.formats.nest.nodes import NestError
+from reshard_mpi.formats.nest.rebuild_tree import TENSOR, plain, rebuild
+from reshard_mpi.planning.rank_plan import RankPlan
+from reshard_mpi.processes.comm import Comm
+from reshard_mpi.runs.diff import DiffSide, planned_sides
+from reshard_mpi.runs.outcome import Checked, Outcome, attempt, raise_first_failure
+from reshard_mpi.runs.plan_conversion import LIMITS
+from reshard_mpi.runs.process_memory import RunMemory
+from reshard_mpi.runs.progress import Progress, ProgressStage, SliceCounter
+from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.value_comparison import TensorComparison, TensorFacts, ValueComparison, ValueDifference
+
+
+def diff_values(
+    request: Request, comm: Comm, progress: Progress, memory: RunMemory, strategies: Strategies | None
+) -> Outcome:
+    """Compare the numbers of `request.source` with those of `request.target`.
+
+    What is found is the outcome's `comparison`. Raises a ReshardError, the same on all processes, if the two cannot be
+    compared.
+    """
+    tolerance = Tolerance(request.atol, request.rtol)
+    first, second, planned = planned_sides(request, comm, progress, memory, strategies, in_numbers=True)
+    own, others = ({spec.name: spec for spec in side.plan.tensors.specs} for side in (first, second))
+    common = [spec for name, spec in own.items() if name in others and _are_comparable(spec, others[name])]
+    common.sort(key=lambda spec: -spec.size_bytes)
+    mine = {spec.name: spec for spec in common[comm.rank :: comm.size]}
+    size_bytes, own_bytes = (sum(spec.size_bytes for spec in specs) for specs in (common, mine.values()))
+    progress.begin(ProgressStage("comparing", size_bytes, len(common), "tensor"), own_bytes)
+
+    def compare_mine() -> Outcome:
+        tensors = [*_compared((first, second), mine, tolerance, progress)]
+        values: Sequence[ValueDifference] = ()
+        left_out: Sequence[str] = ()
+        if comm.rank == 0:
+            compared = {spec.name for spec in common}
+            for name in dict.fromkeys((*own, *others)):
+                if name not in compared:
+                    tensors.append(TensorComparison(name, _facts(own.get(name)), _facts(others.get(name)), None))
+            values = [*_differing_values(first.plan, second.plan, tolerance)]
+            left_out = [what for side in (first, second) for what in side.plan.left_out]
+        found = ValueComparison(tuple(tensors), tuple(values), tuple(left_out))
+        checked = Checked(0, second.path, len(mine), own_bytes, ("the other",))
+        return Outcome(comparison=found, checked=(checked,))
+
+    outcomes = comm.allgather(attempt(compare_mine, comm))
+    raise_first_failure(outcomes, comm)
+    return Outcome(processes=comm.size).joined([planned, *outcomes])
+
+
+def _are_comparable(first: TensorSpec, second: TensorSpec) -> bool:
+    return first.global_shape == second.global_shape and is_comparable(first.dtype, second.dtype)
+
+
+def _facts(spec: TensorSpec | None) -> TensorFacts | None:
+    return None if spec is None else TensorFacts(spec.dtype.name, tuple(spec.global_shape))
+
+
+def _compared(
+    sides: tuple[DiffSide, DiffSide], wanted: Mapping[str, TensorSpec], tolerance: Tolerance, progress: Progress
+) -> Iterator[TensorComparison]:
+    """Yield how far tensors are apart that both sides have."""
+    first, second = sides
+    others = {tensor.spec.name: tensor for tensor in second.plan.tensors if tensor.spec.name in wanted}
+    with Files() as files:
+        for tensor in first.plan.tensors:
+            other = others.get(tensor.spec.name)
+            if other is None:
+                continue
+            counted = SliceCounter(progress.moved, tensor.spec.size_bytes)
+            distance = distance_of(files, tensor, other, LIMITS, tolerance, counted.add)
+            counted.end()
+            progress.completed()
+            yield TensorComparison(tensor.spec.name, _facts(tensor.spec), _facts(other.spec), distance)
+
+
+def _differing_values(first: RankPlan, second: RankPlan, tolerance: Tolerance) -> Iterator[ValueDifference]:
+    """Yield the values beside the tensors that are not the same; numbers may be as far apart as those of tensors."""
+    ours, theirs = _values(first), _values(second)
+    for name in dict.fromkeys((*ours, *theirs)):
+        if name not in ours or name not in theirs or not _are_same(ours[name], theirs[name], tolerance):
+            yield ValueDifference(name, _as_json(ours, name), _as_json(theirs, name))
+
+
+def _values(plan: RankPlan) -> dict[str, Any]:
+    """Return the values beside tensors by their names: keys and places joined by dots."""
+    names = plan.tensors.specs.names
+    try:
+        return dict(_leaves(plain(rebuild(dict.fromkeys(names, TENSOR), plan.strings)), ""))
+    except (NestError, ValueError, TypeError, LookupError, AttributeError):
+        return dict(plan.strings)  # a damaged text is compared as it is
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list | tuple) and value:
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, part in pairs:
+            yield from _leaves(part, f"{name}.{key}" if name else str(key))
+    elif name:
+        yield name, value
+
+
+def _are_same(one: Any, other: Any, tolerance: Tolerance) -> bool:
+    numbers = [value for value in (one, other) if isinstance(value, int | float) and not isinstance(value, bool)]
+    if len(numbers) < 2:
+        return type(one) is type(other) and bool(one == other)
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return True
+    try:
+        return math.isfinite(other) and abs(one - other) <= tolerance.atol + tolerance.rtol * abs(other)
+    except OverflowError:  # whole numbers that no float can hold
+        return False
+
+
+def _as_json(values: Mapping[str, Any], name: str) -> str | None:
+    return json.dumps(values[name], default=repr) if name in values else None
