@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 from benchmarks import (
+    audit,
     conversion,
     deepspeed,
     forms,
@@ -93,6 +94,10 @@ Takes weights of Megatron's torch_dist to a Hugging Face folder beside torch's d
 tensor parallelism 2 and 2 stages out of its buckets (dp_reshardable) into the form that any layout loads, beside `cp`
 of what was written; then opens a checkpoint with a very long index.
 """
+_AUDIT = """\
+Compares two files in numbers (diff --values), where all elements differ and where none does, beside `cmp` of two files
+that are the same.
+"""
 
 
 def main() -> None:
@@ -143,6 +148,7 @@ def parser() -> argparse.ArgumentParser:
     _add_open(_command(commands, "open", "checkpoints that are read where they are", _OPEN))
     _add_deepspeed(_command(commands, "deepspeed", "ZeRO's checkpoints beside DeepSpeed's scripts", _DEEPSPEED))
     _add_megatron(_command(commands, "megatron", "Megatron-Core's checkpoints", _MEGATRON))
+    _add_audit(_command(commands, "audit", "checkpoints compared in numbers", _AUDIT))
     return whole
 
 
@@ -269,6 +275,11 @@ def _add_verification(parser: argparse.ArgumentParser) -> None:
         "--megabytes", type=_positive, default=SMALL_MB, metavar="N", help="size of the tensors (default: %(default)s)"
     )
     parser.set_defaults(run=lambda options: verification.measure(options.megabytes, options.pairs, options.folder))
+
+
+def _add_audit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--megabytes", type=_positive, default=LARGE_MB, metavar="N", help="(default: %(default)s)")
+    parser.set_defaults(run=lambda options: audit.measure(options.megabytes, options.pairs, options.folder))
 
 
 def _add_forms(parser: argparse.ArgumentParser) -> None:

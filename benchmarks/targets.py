@@ -78,6 +78,10 @@ TARGETS = {
     "verify.contiguous": Target(Figure.SECONDS, 1.0, SMALL_MB),
     "verify.columns": Target(Figure.SECONDS, 1.0, SMALL_MB),
     "verify.memory": Target(Figure.PEAK, 200 * MIB),
+    # audit
+    "audit.values": Target(Figure.TIME, 3.0, LARGE_MB),
+    "audit.same": Target(Figure.TIME, 3.0, LARGE_MB),
+    "audit.memory": Target(Figure.PEAK, 100 * MIB),
     # planning
     "ranks.64": Target(Figure.SECONDS),
     "ranks.1024": Target(Figure.SECONDS),

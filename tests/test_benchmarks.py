@@ -157,6 +157,11 @@ class TestCommands:
         assert set(rows) == keys("verify.")
         assert all(row["skipped"] is None for row in rows.values())
 
+    def test_audit(self, tmp_path: Path) -> None:
+        rows = run_benchmark(tmp_path, "audit", "--megabytes", "1", "--pairs", "1")
+        assert set(rows) == keys("audit.")
+        assert all(row["skipped"] is None for row in rows.values())
+
     @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
     def test_an_interrupted_benchmark_leaves_nothing(self, tmp_path: Path, number: int, code: int) -> None:
         command = [sys.executable, "-m", "benchmarks", "startup", "--pairs", "1000", "--folder", str(tmp_path)]

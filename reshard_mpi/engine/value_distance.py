@@ -79,7 +79,8 @@ def distance_of(
     """
     own, others = first.spec.dtype, second.spec.dtype
     most_elements = limits.buffer_bytes // 2 // max(own.itemsize_bytes, others.itemsize_bytes)
-    measuring, box = _Measuring(tolerance), first.spec.box
+    box = first.spec.box
+    measuring = _Measuring(tolerance, min(box.size, _AT_ONCE))
     both = (contents(files, tensor, box, limits, most_elements) for tensor in (first, second))
     with np.errstate(all="ignore"):
         for (block, content), (_, other_content) in zip(*both):
@@ -132,9 +133,10 @@ class _ScaledSum:
 
 
 class _Measuring:
-    """The distance of two tensors while it is measured."""
+    """The distance of two tensors while it is measured. at_once: of how many elements, at the most."""
 
-    def __init__(self, tolerance: Tolerance) -> None:
+    def __init__(self, tolerance: Tolerance, at_once: int) -> None:
+        self._memory = np.empty((4, at_once))  # new memory would be cleared by the kernel for each part
         self._tolerance = tolerance
         self._is_exact = tolerance == Tolerance()
         self._elements = self._differing = self._outside = 0
@@ -144,12 +146,13 @@ class _Measuring:
 
     def add(self, first: Array, dtype: DType, second: Array, other_dtype: DType, *, is_same: bool) -> None:
         """Add elements, as raw bytes. is_same: whether these are of one type and have the same bytes."""
-        self._elements += len(first)
-        numbers = _numbers(first, dtype)
+        size = len(first)
+        self._elements += size
+        numbers = _numbers(first, dtype, self._memory[0, :size])
         if is_same:
             self._add_same(numbers)
             return
-        other_numbers = _numbers(second, other_dtype)
+        other_numbers = _numbers(second, other_dtype, self._memory[1, :size])
         gap = _gap(first, dtype, second, other_dtype)
         if gap is not None or numbers.dtype.kind == "c" or other_numbers.dtype.kind == "c":
             self._add_any(numbers, other_numbers, gap)
@@ -165,9 +168,12 @@ class _Measuring:
             self._add_any(numbers, numbers, None)
 
     def _add_usual(self, first: Array, second: Array) -> None:
-        """Add real numbers, all of them finite and neither too large nor too small, else as `_add_any` does."""
-        gap = np.subtract(first, second)
-        np.abs(gap, out=gap)
+        """Add real numbers, all of them finite and neither too large nor too small, else as `_add_any` does.
+
+        Both arrays are overwritten.
+        """
+        gap, larger = self._memory[2:, : len(first)]
+        np.abs(np.subtract(first, second, out=gap), out=gap)
         largest = float(gap.max())
         if not largest:
             self._add_same(first)
@@ -179,15 +185,16 @@ class _Measuring:
         for each, value in zip((*self._squares, self._of_difference), squares):
             each.add(value)
         self._products.add(float(np.dot(first, second)))
-        magnitude = np.abs(second)
-        larger = np.maximum(np.abs(first), magnitude)
-        np.maximum(larger, _LEAST_NUMBER, out=larger)
-        np.divide(gap, larger, out=larger)
-        self._differ(gap, magnitude, largest, float(larger.max()))
+        magnitude = np.abs(second, out=second)
+        np.maximum(np.abs(first, out=first), magnitude, out=larger)
+        relative = float(np.divide(gap, larger, out=first).max())
+        if math.isnan(relative):  # 0 divided by 0
+            relative = float(np.divide(gap, np.maximum(larger, _LEAST_NUMBER, out=larger), out=first).max())
+        self._differ(gap, magnitude, largest, relative)
 
     def _differ(self, gap: Array, magnitude: Array, largest: float, relative: float) -> None:
         """Count finite elements by how far they are apart. magnitude: of the second; it is overwritten."""
-        differing = int(np.count_nonzero(gap))
+        differing = int(np.count_nonzero(gap > 0))  # faster than to count what is not zero
         self._differing += differing
         self._largest, self._relative = max(self._largest, largest), max(self._relative, relative)
         if self._is_exact:
@@ -277,16 +284,16 @@ def _scaled(value: float, exponent: int) -> float:
         return math.inf
 
 
-def _numbers(raw: Array, dtype: DType) -> Array:
-    """Return elements as float64, or as complex128 if they are complex."""
+def _numbers(raw: Array, dtype: DType, out: Array) -> Array:
+    """Return elements as float64 in `out`, or as complex128 if they are complex."""
     if dtype in FLOATS:
-        wide = np.empty(len(raw), np.uint64)
-        if dtype == _FLOAT64:
-            return raw.view(np.float64)
-        convert(raw, dtype, wide, _FLOAT64)
-        return wide.view(np.float64)
+        convert(raw, dtype, out.view(np.uint64), _FLOAT64)
+        return out
     numbers: Array = raw.view(to_numpy(dtype))
-    return numbers.astype(np.complex128 if numbers.dtype.kind == "c" else np.float64)
+    if numbers.dtype.kind == "c":
+        return numbers.astype(np.complex128)
+    np.copyto(out, numbers)
+    return out
 
 
 def _gap(first: Array, dtype: DType, second: Array, other_dtype: DType) -> Array | None:

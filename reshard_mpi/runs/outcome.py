@@ -15,7 +15,6 @@ from reshard_mpi.planning.source_flaws import (
     modified_warning,
     warnings_of,
 )
-from reshard_mpi.runs.value_comparison import ValueComparison
 from reshard_mpi.text import counted
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from reshard_mpi.planning.rank_plan import RankPlan
     from reshard_mpi.processes.comm import Comm
     from reshard_mpi.runs.plan_conversion import Conversion
+    from reshard_mpi.runs.value_comparison import ValueComparison
 
 
 class TargetReport(NamedTuple):
@@ -132,13 +132,14 @@ class Outcome(NamedTuple):
         merged = merge(outcomes)
         # Of one shard several processes may have checked as much.
         checked = (shard for outcome in outcomes for shard in outcome.checked)
+        comparisons = [outcome.comparison for outcome in outcomes if outcome.comparison is not None]
         return merged._replace(
             targets=tuple(sorted(merged.targets, key=lambda target: target.rank)),
             lost=merged_losses(merged.lost) if merged.lost else (),
             checked=tuple(sorted(checked, key=lambda shard: shard.rank)),
             processes=max(outcome.processes for outcome in outcomes),
             missing=next((outcome.missing for outcome in outcomes if outcome.missing is not None), None),
-            comparison=ValueComparison.joined(outcome.comparison for outcome in outcomes),
+            comparison=comparisons[0].joined(comparisons[1:]) if comparisons else None,
         )
 
     @property

@@ -116,17 +116,13 @@ class ValueComparison(NamedTuple):
     values: tuple[ValueDifference, ...] = ()
     left_out: tuple[str, ...] = ()
 
-    @classmethod
-    def joined(cls, comparisons: Iterable[ValueComparison | None]) -> ValueComparison | None:
-        """Return what several processes have found as one; None if none has compared."""
-        found = [each for each in comparisons if each is not None]
-        if not found:
-            return None
+    def joined(self, others: Iterable[ValueComparison]) -> ValueComparison:
+        """Return what several processes have found as one."""
+        found = [self, *others]
         tensors = sorted((tensor for each in found for tensor in each.tensors), key=TensorComparison.order)
         values = dict.fromkeys(value for each in found for value in each.values)
-        return cls(
-            tuple(tensors), tuple(values), tuple(dict.fromkeys(what for each in found for what in each.left_out))
-        )
+        left_out = dict.fromkeys(what for each in found for what in each.left_out)
+        return ValueComparison(tuple(tensors), tuple(values), tuple(left_out))
 
     @property
     def passes(self) -> bool:
