@@ -278,11 +278,11 @@ class Checkpoint(Mapping[str, Tensor]):
         source has it in a form that cannot be read.
         """
         from reshard_mpi.formats.nest.nodes import NestError
-        from reshard_mpi.formats.nest.rebuild_tree import TENSOR, plain, rebuild
+        from reshard_mpi.formats.nest.plain_values import values_beside
 
         try:
-            tree = plain(rebuild(dict.fromkeys(self, TENSOR), self._plan.strings))
-        except (NestError, ValueError, TypeError, LookupError, AttributeError) as error:
+            tree = values_beside(self, self._plan.strings)
+        except NestError as error:
             raise ShardError(
                 "what a checkpoint holds beside its tensors cannot be read",
                 got=str(error),

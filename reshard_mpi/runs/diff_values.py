@@ -14,7 +14,7 @@ from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.value_distance import Tolerance, distance_of, is_comparable
 from reshard_mpi.formats.manifest import TensorSpec
 from reshard_mpi.formats.nest.nodes import NestError
-from reshard_mpi.formats.nest.rebuild_tree import TENSOR, plain, rebuild
+from reshard_mpi.formats.nest.plain_values import as_json, leaves, values_beside
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.diff import DiffSide, planned_sides
@@ -99,20 +99,10 @@ def _differing_values(first: RankPlan, second: RankPlan, tolerance: Tolerance) -
 
 def _values(plan: RankPlan) -> dict[str, Any]:
     """Return the values beside tensors by their names: keys and places joined by dots."""
-    names = plan.tensors.specs.names
     try:
-        return dict(_leaves(plain(rebuild(dict.fromkeys(names, TENSOR), plan.strings)), ""))
-    except (NestError, ValueError, TypeError, LookupError, AttributeError):
+        return dict(leaves(values_beside(plan.tensors.specs.names, plan.strings)))
+    except NestError:
         return dict(plan.strings)  # a damaged text is compared as it is
-
-
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict | list | tuple) and value:
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, part in pairs:
-            yield from _leaves(part, f"{name}.{key}" if name else str(key))
-    elif name:
-        yield name, value
 
 
 def _are_same(one: Any, other: Any, tolerance: Tolerance) -> bool:
@@ -128,4 +118,4 @@ def _are_same(one: Any, other: Any, tolerance: Tolerance) -> bool:
 
 
 def _as_json(values: Mapping[str, Any], name: str) -> str | None:
-    return json.dumps(values[name], default=repr) if name in values else None
+    return json.dumps(as_json(values[name])) if name in values else None

@@ -335,7 +335,7 @@ def refuse(*_: object) -> None:
 def test_a_damaged_nest_is_compared_as_its_text(tmp_path: Path) -> None:
     first = saved(tmp_path / "a.pt", epoch=3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(diff_values, "rebuild", refuse)
+        patch.setattr(diff_values, "values_beside", refuse)
         assert comparison(first, first).values == ()
         (value,) = comparison(first, saved(tmp_path / "b.pt", epoch=4)).values
         assert "epoch" in str(value.first) and value.name == NEST

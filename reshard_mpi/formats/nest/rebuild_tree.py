@@ -1,4 +1,4 @@
-"""Rebuild the tree from names, strings and the text (`rebuild`), or plain Python values of it (`plain`)."""
+"""Rebuild the tree from names, strings and the text (`rebuild`), and compare two texts (`first_difference`)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import base64
 import binascii
 import json
 import math
-import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import PurePosixPath
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest.nodes import (
-    BYTES_IO,
     DOUBLE,
     MAX_CHARACTERS,
     MAX_DEPTH,
@@ -29,10 +26,6 @@ from reshard_mpi.formats.nest.nodes import (
     parsed,
     require_short,
 )
-
-# What stands for each tensor in the tree.
-TENSOR = object()
-_SEQUENCES = {"set": set, "frozenset": frozenset, "list": list, "tuple": tuple, "bytearray": bytearray, "deque": list}
 
 
 def rebuild(leaves: Mapping[str, Value], strings: Mapping[str, str]) -> Value:
@@ -220,68 +213,6 @@ def _double(text: str) -> float:
 
 
 _MAX_QUOTED = 60
-
-
-def plain(value: Value) -> Any:
-    """Return a value as dicts, lists, tuples, sets, numbers, texts and bytes.
-
-    A dict lacks the entries that are tensors, and in a list None is in the place of one. Namespaces and other
-    dictionaries become dicts; numpy's numbers become Python's; paths, and element types of torch, become texts. An
-    object that is none of these is a dict of its "class", "args" and "state": nothing is imported or called.
-    """
-    kind = type(value)
-    if value is TENSOR:
-        return None
-    if kind is Dict:
-        return _dict(value.pairs())
-    if kind is list:
-        return [plain(item) for item in value]
-    if kind is tuple:
-        return tuple(plain(item) for item in value)
-    if kind is Global:
-        return str(value)
-    return _made(value) if kind is Call else value
-
-
-def _dict(pairs: Iterable[tuple[Value, Value]]) -> dict[Any, Any]:
-    return {plain(key): plain(value) for key, value in pairs if value is not TENSOR}
-
-
-def _made(call: Call) -> Any:
-    """Return the plain value of an object."""
-    module, name = call.function
-    args = [plain(argument) for argument in call.args]
-    if call.flat is not None or name in ("OrderedDict", "defaultdict", "dict"):
-        first = args[0] if args and isinstance(args[0], dict) else {}
-        return {**first, **_dict(call.pairs())}
-    if name == "complex" and all(isinstance(part, int | float) for part in args):
-        return complex(*args[:2])
-    if name == "Counter":
-        return args[0] if args else {}
-    if name in ("Namespace", "SimpleNamespace"):
-        return plain(call.state) if call.state is not None else {}
-    given = args[0] if args else ()
-    if name in _SEQUENCES and isinstance(given, list | tuple | set | frozenset | bytes):
-        return _SEQUENCES[name]([*given, *map(plain, call.items or ())])
-    if name == "Size":
-        return tuple(given)
-    if call.function == BYTES_IO:
-        return args[0] if args else b""
-    if module.partition(".")[0] == "pathlib" and all(isinstance(argument, str) for argument in args):
-        return str(PurePosixPath(*args))
-    if name == "scalar" and len(args) == 2 and isinstance(args[1], bytes):
-        dtype = call.args[0]
-        if type(dtype) is Call and re.fullmatch("[biufc][0-9]{1,2}", str(dtype.args[:1]).strip("(',)")):
-            return _number(dtype, args[1])
-    return {"class": str(call.function), "args": args, "state": plain(call.state)}
-
-
-def _number(dtype: Call, content: bytes) -> Any:
-    """Return the number that numpy's `scalar` makes of an element type, as it is pickled, and bytes."""
-    import numpy as np
-
-    order = dtype.state[1] if type(dtype.state) is tuple and len(dtype.state) > 1 else ""
-    return np.frombuffer(content, f"{order if order in ('<', '>') else '='}{dtype.args[0]}")[0].item()
 
 
 def first_difference(first: str | None, second: str | None) -> str:
