@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import shutil
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +24,7 @@ from support.checkpoints import sample, write_ranks
 from support.conversions import Conversion
 from support.cut_checkpoints import Array, Draw, cut
 from support.examples import few
+from support.processes import run_command
 
 import reshard_mpi
 from reshard_mpi import api
@@ -420,6 +422,18 @@ def test_a_checkpoint_that_is_forgotten_leaves_no_file_open(halves: tuple[Path, 
         assert reshard_mpi.open(halves[0], src_strategy=halves[1])["w"][20, 0] == W[20, 0]
     gc.collect()
     assert len(list(Path("/proc/self/fd").iterdir())) <= before
+
+
+def test_a_checkpoint_may_be_open_when_python_ends(halves: tuple[Path, Path]) -> None:
+    """What `builtins` keeps goes last, when modules are empty."""
+    source, strategy = map(str, halves)
+    program = (
+        "import builtins, reshard_mpi\n"
+        f"builtins.kept = reshard_mpi.open({source!r}, src_strategy={strategy!r})\n"
+        "next(iter(builtins.kept.values()))[...]\n"
+    )
+    finished = run_command([sys.executable, "-c", program])
+    assert (finished.code, finished.out, finished.err) == (0, "", "")
 
 
 def test_another_working_folder(halves: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,8 +80,11 @@ class SourceFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    # Kept here, since modules are emptied before the last objects go, when Python ends.
+    _close = staticmethod(os.close)
+
     def close(self) -> None:
-        os.close(self._descriptor)
+        self._close(self._descriptor)
 
     def version_now(self) -> FileVersion:
         """Return the version of the file that is open, be it where it was or not. Raises OSError."""
