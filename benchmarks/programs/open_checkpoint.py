@@ -33,9 +33,13 @@ def of_ours(source: str, strategy: str, rows: bool) -> Callable[[], None]:
     import numpy as np
 
     import reshard_mpi.api
+    from reshard_mpi import formats
     from reshard_mpi.engine import regions
+    from reshard_mpi.planning import chunk_reads, map_routes
 
-    assert np and regions
+    assert np and regions and chunk_reads and map_routes
+    for form in formats.all_formats():
+        form.load()
 
     def read() -> None:
         with reshard_mpi.api.open(source, src_strategy=strategy or None, check=False) as checkpoint:
