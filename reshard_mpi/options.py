@@ -328,6 +328,7 @@ OPTIONS = {
         Option("max_shard_size", SIZE, "SIZE", is_recorded=True),
         Option("dp", COUNT, "N", is_recorded=True),
         Option("zero_stage", STAGE, "N", is_recorded=True),
+        Option("ep", COUNT, "N", is_recorded=True),
         Option("core_version", one_of("0.15", "0.16", "0.17", "0.18", "0.19"), is_recorded=True),
         Option("crc", FLAG, default=False, is_recorded=True),
         Option("rank", RANKS, "RANKS", is_of_task=True),

@@ -185,6 +185,7 @@ class PackingOptions(NamedTuple):
     Attributes:
         dp: for how many data-parallel ranks they are.
         zero_stage: of ZeRO.
+        ep: over how many ranks experts are shared out; None: over one or several, as before.
         core_version: the release of Megatron-Core that is to load them, such as 0.19.
         most_file_bytes: how large a file may become.
         name: of the source's folder, if that is of the same format; else empty.
@@ -192,6 +193,7 @@ class PackingOptions(NamedTuple):
 
     dp: int = 1
     zero_stage: int = 1
+    ep: int | None = None
     core_version: str = ""
     most_file_bytes: int = 1 << 40
     name: str = ""

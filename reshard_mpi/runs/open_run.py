@@ -123,6 +123,7 @@ class Run(NamedTuple):
             "max_shard_size": request.most_file_bytes if "max_shard_size" in traits.options else None,
             "dp": request.dp,
             "zero_stage": request.zero_stage,
+            "ep": request.ep,
             "core_version": request.core_version,
             "from": request.source_format,
             "src_files": request.src_files,

@@ -44,7 +44,7 @@ def packing_of(request: Request, source: SourceCheckpoint, format_name: str) -> 
     files = source.files
     name = files.latest or Path(files.path).name if files.format == format_name else ""
     options = PackingOptions(
-        request.dp or 1, request.zero_stage or 1, request.core_version or "", request.most_file_bytes, name
+        request.dp or 1, request.zero_stage or 1, request.ep, request.core_version or "", request.most_file_bytes, name
     )
     return Packing(partial(module.packed, options=options), by_file=True)
 
@@ -72,7 +72,7 @@ def files_of_run(
     """Return what packs the source as a run has done it, if its files can be compared one by one; else None."""
     if run is None or run.format != format_name or not formats.info(format_name).names_parts:
         return None
-    as_run = {name: run.facts.get(name) for name in ("dp", "zero_stage", "core_version", "max_shard_size")}
+    as_run = {name: run.facts.get(name) for name in ("dp", "zero_stage", "ep", "core_version", "max_shard_size")}
     return packing_of(Request.of({**request._asdict(), **as_run}), source, format_name)
 
 

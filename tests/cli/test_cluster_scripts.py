@@ -16,7 +16,7 @@ import jsonschema
 import numpy as np
 import pytest
 import yaml
-from support import deepspeed_peer
+from support import deepspeed_peer, megatron_peer
 from support.cases import Side
 from support.checkpoints import read_shard
 from support.command_line import COMMAND, done
@@ -219,6 +219,13 @@ def test_the_ranks_that_files_are_packed_for_are_passed_on(tmp_path: Path) -> No
     assert options_of(words_of(tmp_path, script)) == options_of([*given, "--jobs=1", "--resume", "--part", "0/6"])
 
 
+def test_the_ranks_that_share_out_experts_are_passed_on(tmp_path: Path) -> None:
+    megatron_peer.write(tmp_path / "save", megatron_peer.gpt(experts=4), megatron_peer.Form("fully_reshardable"))
+    given = ("transform", str(tmp_path / "save"), str(tmp_path / "out"), "--to=megatron", "--ep=2")
+    script = done("plan", "--sbatch", *given[1:]).out
+    assert options_of(words_of(tmp_path, script)) == options_of([*given, "--jobs=1", "--resume", "--part", "0/1"])
+
+
 def test_every_option_that_is_passed_on_is_tried() -> None:
     tried = {given.partition("=")[0] for given in GIVEN} | {
         "--src-strategy",
@@ -226,6 +233,7 @@ def test_every_option_that_is_passed_on_is_tried() -> None:
         "--max-shard-size",
         "--dp",
         "--zero-stage",
+        "--ep",
         "--core-version",
         *MAPPED,
     }

@@ -342,6 +342,48 @@ def test_experts_have_an_optimizer_of_their_own(tmp_path: Path) -> None:
     assert all(own["grad_scaler"] == {"scale": 2.0} for own in common["optimizer"].values())
 
 
+def groups_of(folder: Path) -> Any:
+    """Return the groups of the optimizer of a folder, or of its two."""
+    (common,) = written(folder).objects["common_state/shard_0_1"]
+    own = common["optimizer"]
+    return (
+        own["optimizer"]["param_groups"] if "optimizer" in own else [own[n]["optimizer"]["param_groups"] for n in own]
+    )
+
+
+def test_experts_get_an_optimizer_of_their_own_or_lose_it(tmp_path: Path) -> None:
+    """As Megatron has it where ranks share them out, or not."""
+    training = Training(SHAPES)
+    of_experts = [group | {"is_expert_parallel": True} for group in training.groups]
+    reshard_mpi.transform(training.save(tmp_path / "x.pt"), tmp_path / "two", to="megatron", ep=2, verify=True)
+    assert groups_of(tmp_path / "two") == [training.groups, of_experts]
+    reshard_mpi.verify(tmp_path / "x.pt", tmp_path / "two")
+    reshard_mpi.transform(tmp_path / "two", tmp_path / "one", to="megatron", ep=1)
+    assert groups_of(tmp_path / "one") == training.groups
+    reshard_mpi.transform(tmp_path / "two", tmp_path / "same", to="megatron", ep=2)
+    assert groups_of(tmp_path / "same") == [training.groups, of_experts]
+    require_tensors(tmp_path / "one", training.expected())
+    training.groups += [of_experts[0] | {"lr": 0.25}]
+    with pytest.raises(TargetError, match="other settings"):
+        reshard_mpi.transform(training.save(tmp_path / "y.pt"), tmp_path / "other", to="megatron", ep=1)
+
+
+def test_experts_that_ranks_cannot_share_out(tmp_path: Path) -> None:
+    training = Training(SHAPES)
+    dense = Training({key: shape for key, shape in SHAPES.items() if "experts" not in key})
+    torch_peer.save(tmp_path / "weights.pt", {key: tensor(array(shape, 1)) for key, shape in SHAPES.items()})
+    for source, ep, got in (
+        (training.save(tmp_path / "x.pt"), 4, "experts: 2"),
+        (dense.save(tmp_path / "y.pt"), 1, "no experts"),
+        (tmp_path / "weights.pt", 2, "experts: 2, no optimizer"),
+    ):
+        with pytest.raises(TargetError, match=f"--ep {ep} cannot") as caught:
+            reshard_mpi.transform(source, tmp_path / "out", to="megatron", ep=ep)
+        assert f"got: {got}" in str(caught.value)
+    with pytest.raises(UsageError, match="--ep is for --to megatron"):
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "out", to="dcp", ep=2)
+
+
 @pytest.mark.parametrize("to", ["hf", "safetensors", "ckpt"])
 def test_weights_of_others(tmp_path: Path, to: str) -> None:
     """What Megatron's modules save besides is made; there are no arguments, and that is said."""

@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from reshard_mpi.errors import TargetError
+from reshard_mpi.formats.megatron.training_tree import kind_of_group, without_members
 from reshard_mpi.formats.nest.nodes import BYTES_IO, ORDERED_DICT, PLAIN, Call, Dict, Global, Value
+from reshard_mpi.formats.torch.framework_files import text_of
 from reshard_mpi.formats.torch.tensors import SIZE
 
 NAMESPACE = Global("argparse", "Namespace")
@@ -38,6 +41,7 @@ _ITERATIONS = ("iteration", "global_step", "global_steps", "step")
 _MOST_ITERATIONS = 10**12
 # What Megatron tells groups of an optimizer from each other by.
 _OF_GROUPS = ("wd_mult", "lr_mult")
+_OF_EXPERTS = "is_expert_parallel"
 _RESHARDABLE = "fully_reshardable"
 
 
@@ -49,12 +53,14 @@ class CommonState(NamedTuple):
     notes: tuple[str, ...]
 
 
-def common_state(root: Dict, *, has_state: bool, release: str) -> CommonState:
+def common_state(root: Dict, *, has_state: bool, has_shares: bool | None, release: str) -> CommonState:
     """Return the values of a checkpoint besides the tensors of its model and optimizer, as Megatron keeps them.
 
     Args:
         root: the nest of the checkpoint without these.
         has_state: whether there are tensors of the optimizer.
+        has_shares: whether ranks share out experts, which have an optimizer of their own then; None: as their groups
+            say.
         release: of Megatron-Core.
     """
     given = dict(root.pairs())
@@ -76,6 +82,8 @@ def common_state(root: Dict, *, has_state: bool, release: str) -> CommonState:
     if has_state:
         own = optimizer.get("param_groups") if type(optimizer) is Dict else None
         groups = [group for group in own or [] if type(group) is Dict] if type(own) is list else []
+        if has_shares is not None:
+            groups = [*_regrouped(groups, has_shares=has_shares)]
         values["optimizer"] = _optimizers(groups, scaler)
         if not groups or not all({*_OF_GROUPS} <= {*group.flat[::2]} for group in groups):
             notes.append(
@@ -191,12 +199,46 @@ def _count(value: Value) -> int | None:
     return value if type(value) is int and 0 <= value < _MOST_ITERATIONS else None
 
 
+def _regrouped(groups: Iterable[Dict], *, has_shares: bool) -> Iterator[Dict]:
+    """Yield groups as a run has them that shares out experts, or does not.
+
+    Where all groups are of all parameters, experts get groups of their own with the same settings.
+
+    Raises TargetError if they are to have the same groups as others but have other settings.
+    """
+    own = [*groups]
+    of_experts = [group for group in own if group.get(_OF_EXPERTS) is True]
+    if has_shares:
+        yield from own
+        yield from () if of_experts else (_with(group, _OF_EXPERTS, value=True) for group in own)
+        return
+    settings: dict[str, str] = {}
+    for group in own:
+        made = _with(group, _OF_EXPERTS, value=False)
+        text = text_of(without_members(made))
+        first = settings.get(kind_of_group(made))
+        if first is None:
+            settings[kind_of_group(made)] = text
+            yield made
+        elif first != text:
+            raise TargetError(
+                "the optimizer of experts has other settings than that of other parameters",
+                expected="the same, since Megatron has one for all if a rank has all experts",
+                got="others in a group of the same multipliers",
+                remedy="leave out --ep",
+            )
+
+
+def _with(group: Dict, key: str, *, value: Value) -> Dict:
+    return _dict({**dict(group.pairs()), key: value})
+
+
 def _optimizers(groups: Iterable[Dict], scaler: Value) -> Dict:
     """Return the optimizer of a run; the groups of experts are of one of their own, where there are others."""
     parts: dict[bool, list[Value]] = {}
     for group in groups:
         settings = Dict([part for key, value in group.pairs() if key != "params" for part in (key, value)])
-        parts.setdefault(group.get("is_expert_parallel") is True, []).append(settings)
+        parts.setdefault(group.get(_OF_EXPERTS) is True, []).append(settings)
     optimizers = []
     for _, own in sorted(parts.items()) or [(False, list[Value]())]:
         optimizer = Dict(["optimizer", Dict(["param_groups", own])])

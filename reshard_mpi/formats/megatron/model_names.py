@@ -1,4 +1,4 @@
-"""Read layers and experts in the names of a Megatron model's tensors (`place_of`), and name their chunks (`chunk_of`).
+"""Read layers and experts in the names of Megatron's tensors (`place_of`), and name their chunks (`chunk_of`).
 
 torch_dist stacks the layers of a model: `decoder.layers.mlp.linear_fc2.weight` has the layer as its first dimension,
 and experts as the next one. Models whose layers are not alike have the layer's number in the name instead.

@@ -17,7 +17,7 @@ from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.megatron.common_state import common_state
 from reshard_mpi.formats.megatron.model_names import NamedChunk
-from reshard_mpi.formats.megatron.stacking import ModulePlaces, StackedPlace, object_key, stacked
+from reshard_mpi.formats.megatron.stacking import EXPERTS, ModulePlaces, StackedPlace, object_key, stacked
 from reshard_mpi.formats.megatron.training_tree import FP32
 from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
 from reshard_mpi.formats.nest.nodes import MODEL, ORDERED_DICT, Call, Dict, NestError, NestTensor, Value
@@ -89,7 +89,11 @@ def packed(
     for key, value in root.pairs():
         if key != "model" and type(value) is not NestTensor:
             others.flat += [key, value]
-    common = common_state(_without_tensors(others), has_state=bool(found.trained), release=release)
+    has_shares = None if options.ep is None else options.ep > 1
+    _require_experts(found, places.values(), options.ep)
+    common = common_state(
+        _without_tensors(others), has_state=bool(found.trained), has_shares=has_shares, release=release
+    )
     counters = [*found.state.get(_COUNTER, {}).values()]
     held = [Part(name, name, Box.whole(tensors[name].shape)) for name in (*extra_tensors.values(), *counters[:1])]
     if len(chunks) > _MOST_CHUNKS:
@@ -117,6 +121,19 @@ def packed(
         common.notes,
         only_first=True,
     )
+
+
+def _require_experts(found: _SortedTensors, places: Iterable[StackedPlace], ep: int | None) -> None:
+    """Raise TargetError unless `ep` ranks can share out the experts that the optimizer has."""
+    counts = {(*own.counts, *own.own_counts)[-1] for own in places if EXPERTS in own.key}
+    if ep is not None and not (found.trained and counts and all(count % ep == 0 for count in counts)):
+        raise TargetError(
+            f"an optimizer of experts for --ep {ep} cannot be made",
+            expected=f"a training with its optimizer, of a model whose experts {ep} ranks can share out",
+            got=("experts: " + ", ".join(map(str, sorted(counts))) if counts else "no experts")
+            + ("" if found.trained else ", no optimizer"),
+            remedy="leave out --ep, which says whether Megatron has an optimizer of experts: weights need none",
+        )
 
 
 def _args(root: Dict) -> Mapping[str, Value]:

@@ -19,8 +19,8 @@ from reshard_mpi.formats.tensor_table import TensorType
 _LAYER = re.compile(r"(?P<before>(?:.*\.)?layers\.)(?P<number>\d+)\.(?P<part>.+)")
 _EXPERT = re.compile(r"(?P<before>.*?\.)experts\.(?:(?:local_)?experts\.)?(?P<number>\d+)\.(?P<part>.+)")
 _STACKED_LAYERS = re.compile(r"(?:.*\.)?layers\.(?!\d)")
-_EXPERTS = ".experts.experts."
-# Layers that always have numbers: those of multi-token prediction.
+EXPERTS = ".experts.experts."
+# Layers of multi-token prediction always have numbers.
 _ALWAYS_NUMBERED = "mtp.layers."
 # Arguments that say which layers are of another kind: a number above 1, or a list.
 _FREQUENCIES = ("moe_layer_freq", "linear_attention_freq")
@@ -86,7 +86,7 @@ def stacked(weights: Mapping[str, TensorType], args: Mapping[str, Value]) -> dic
 
 
 def _keep_numbers(args: Mapping[str, Value]) -> bool:
-    """Tell whether layers have their numbers, since those of a run with these arguments can be of several kinds."""
+    """Tell whether layers keep their numbers, since a run with these arguments can have layers of several kinds."""
     frequencies = [args.get(name) for name in _FREQUENCIES]
     return any(type(own) is list or (type(own) is int and own > 1) for own in frequencies) or any(
         args.get(name) for name in _OF_SEVERAL_KINDS
@@ -94,7 +94,7 @@ def _keep_numbers(args: Mapping[str, Value]) -> bool:
 
 
 class ModulePlaces:
-    """Knows where in stacked tensors modules are, by their weights: for what they save besides."""
+    """Knows where in stacked tensors modules are, by their weights."""
 
     def __init__(self, places: Mapping[str, StackedPlace]) -> None:
         self._by_module = {_numbered(key.rpartition(".")[0]): own for key, own in places.items()}
@@ -129,7 +129,7 @@ def object_key(key: str, place: tuple[int, ...], counts: tuple[int, ...]) -> str
 
 def _own_axes(key: str, own: _NumberedKey) -> int:
     """Return how many of a weight's own first dimensions are layers and experts that have no number in its name."""
-    return (own.layer is None and _STACKED_LAYERS.match(key) is not None) + (own.expert is None and _EXPERTS in key)
+    return (own.layer is None and _STACKED_LAYERS.match(key) is not None) + (own.expert is None and EXPERTS in key)
 
 
 def _numbered(key: str) -> _NumberedKey:

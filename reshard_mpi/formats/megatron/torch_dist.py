@@ -210,7 +210,7 @@ def _with_joined_halves(tensors: Mapping[str, TensorPieces], folder: str) -> dic
 
 
 def _behind(box: Box, axis: int, rows: int) -> Box:
-    """Return a box that lies so many rows further along an axis."""
+    """Return a box moved along an axis by a number of rows."""
     shift = (*(0,) * axis, rows, *(0,) * (box.ndim - axis - 1))
     return Box(tuple(map(add, box.start, shift)), tuple(map(add, box.stop, shift)))
 
