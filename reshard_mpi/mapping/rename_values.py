@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.nest.entries import dictionaries_in, entries_of, value_of
-from reshard_mpi.formats.nest.nodes import decoded, parsed, written
+from reshard_mpi.formats.nest.nodes import MODEL, decoded, parsed, written
 from reshard_mpi.mapping.move_dictionaries import has_below, moved, names_below, new_names_of
 from reshard_mpi.mapping.numbered_state import EXTRA_STATE, Training
 from reshard_mpi.mapping.optimizers import (
@@ -26,6 +26,8 @@ from reshard_mpi.mapping.optimizers import (
     without_names,
 )
 
+# Beside a model: lists and dictionaries of the names of its tensors, as DeepSpeed keeps them.
+_OF_NAMES = ("buffer_names", "shared_params", "pipeline_layout")
 # Where nests have the attributes of an object, and what torch calls what it says there of each module of a model.
 _ATTRIBUTES, _METADATA = "state", "_metadata"
 
@@ -84,6 +86,7 @@ def renamed(
     new_name_of, left_behind = values_renamed(values, names)
     _move_values(root, values, new_name_of)
     _rename_modules(root, names)
+    _rename_listed(root, new_names_of(parameters))
     _remove_emptied(root, "", names)
     return NewNest(written(root, None if order is None else tensors), unknown, known, left_behind)
 
@@ -178,6 +181,34 @@ def _rename_modules(root: Any, names: Sequence[tuple[str, str]]) -> None:
                 moved[home][new[len(home) : -1]] = value
     for path, table in tables.items():
         table["dict"] = [[key, *value] for key, value in {**made[path], **moved[path]}.items()]
+
+
+def _rename_listed(root: Any, names: Sequence[tuple[str, str]]) -> None:
+    """Rename tensors of a model where their names are listed beside it, but for tensors put together or divided.
+
+    Args:
+        names: as of `new_names_of`.
+    """
+    uses, origins = (Counter(pair[side] for pair in names) for side in (0, 1))
+    new_name_of = {
+        source.removeprefix(MODEL): new.removeprefix(MODEL)
+        for source, new in names
+        if source.startswith(MODEL) and new.startswith(MODEL) and uses[source] == origins[new] == 1
+    }
+    for entry in entries_of(root) or ():
+        if len(entry) == 2 and entry[0] in _OF_NAMES:
+            entry[1] = _with_names(entry[1], new_name_of)
+
+
+def _with_names(node: Any, new_name_of: Mapping[str, str]) -> Any:
+    """Return a part of a nest with other texts."""
+    if isinstance(node, str):
+        return new_name_of.get(node, node)
+    if isinstance(node, list):
+        return [_with_names(each, new_name_of) for each in node]
+    if isinstance(node, dict):
+        return {key: _with_names(each, new_name_of) for key, each in node.items()}
+    return node
 
 
 def _begins_of_module(name: str, new: str) -> Iterator[str]:

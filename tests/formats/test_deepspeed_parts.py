@@ -56,8 +56,8 @@ def written(source: Path, target: Path, stage: int = 1, ranks: int = 2, **others
 
 def refused(source: Path, word: str, stage: int = 1, ranks: int = 2, **others: Any) -> str:
     with pytest.raises(TargetError, match=word) as caught:
-        written(source, source.parent / "out", stage, ranks, **others)
-    assert not (source.parent / "out").exists()
+        written(source, source.parent / "refused", stage, ranks, **others)
+    assert not (source.parent / "refused").exists()
     return str(caught.value)
 
 
@@ -68,19 +68,19 @@ def test_stages_at_which_deepspeed_does_not_train_them(tmp_path: Path, stage: in
 
 
 def without_pipeline(root: Any) -> None:
-    del root["pipeline"]
+    del root["pipeline_layout"]
 
 
 def with_another_name(root: Any) -> None:
-    root["pipeline"]["stages"][1] = ["1.v"]
+    root["pipeline_layout"]["stages"][1] = ["1.v"]
 
 
 def with_numbers_for_names(root: Any) -> None:
-    root["pipeline"]["stages"] = [[1], [2]]
+    root["pipeline_layout"]["stages"] = [[1], [2]]
 
 
 def with_an_empty_stage(root: Any) -> None:
-    root["pipeline"]["stages"] += [[]]
+    root["pipeline_layout"]["stages"] += [[]]
 
 
 def with_a_tensor_of_no_layer(root: Any) -> None:
@@ -211,7 +211,7 @@ def share(root: Any) -> None:
     optimizer["state"][TIED] = optimizer["state"].pop("0.w")
     names = optimizer["param_groups"][0]["params"]
     names[names.index("0.w")] = TIED
-    root["pipeline"] = {"layers": [0, 1, 2, 5], "stages": [[TIED, "2.b"], [TIED, "1.w"]]}
+    root["pipeline_layout"] = {"layers": [0, 1, 2, 5], "stages": [[TIED, "2.b"], [TIED, "1.w"]]}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -243,7 +243,7 @@ def with_another_module_of_the_name(root: Any) -> None:
     root["model"][other] = root["model"]["1.w"]
     root["optimizer"]["state"][other] = root["optimizer"]["state"]["1.w"]
     root["optimizer"]["param_groups"][0]["params"].append(other)
-    root["pipeline"]["stages"][0].append(other)
+    root["pipeline_layout"]["stages"][0].append(other)
 
 
 @pytest.mark.parametrize(
@@ -274,3 +274,19 @@ def test_buffers_and_values_of_modules_go_to_their_layers(tmp_path: Path) -> Non
     reshard_mpi.transform(tmp_path / "out", tmp_path / "back", to="torch")
     back = deepspeed_peer.load(tmp_path / "back/rank_0/checkpoint_0.pt")
     assert back["buffer_names"] == ["0.count"] and back["model"]["1._extra_state"] == "x"
+
+
+def test_names_in_lists_follow_a_map(tmp_path: Path) -> None:
+    """Of buffers, of second names, and of what the stages of a pipeline train."""
+    plain = deepspeed_peer.training({"a": (3,)}, buffers={"scale": np.float32([1.5])}, shared={"tied": "a"})
+    how: dict[str, Any] = {"map": "{p*} <=> m.{p*}", "forward": True}
+    tag = written(saved(tmp_path / "plain", plain, Form(2, 2)), tmp_path / "plain/out", 3, 3, **how) / "global_step3"
+    content = deepspeed_peer.load(tag / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    assert content["buffer_names"] == ["m.scale"] and content["shared_params"] == {"m.tied": "m.a"}
+    source = saved(tmp_path, pipeline(), PIPELINE)
+    how["map"] = "{l}.{p*} <=> {l}.m.{p*}"
+    tag = written(source, tmp_path / "out", ranks=3, **how) / "global_step3"
+    (shapes,) = deepspeed_peer.load(tag / "mp_rank_00_model_states.pt")["param_shapes"]
+    assert [*shapes] == ["0.m.w", "2.m.b"]
+    assert [*deepspeed_peer.load(tag / "layer_02-model_states.pt")] == ["m.b"]
+    refused(source, "tensors of no layer", map="{l}.{p*} <=> m.{l}.{p*}", forward=True)

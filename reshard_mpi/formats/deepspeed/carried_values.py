@@ -19,7 +19,7 @@ SETTINGS = "settings"
 _OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad")
 # Keys at the root of a training that have a place of their own; all others become client state.
 KEPT = ("model", "optimizer", "scheduler", *OF_ENGINE, IS_PIPELINE, PIPELINE)
-# Those of them whose place is not in the files of weights, or not as values.
+# Of these, the keys whose place is not in the files of weights, or not as values.
 _ELSEWHERE = ("model", "optimizer", "ds_config", "buffer_names", "shared_params", IS_PIPELINE, PIPELINE)
 
 
@@ -100,7 +100,7 @@ def _others(optimizer: Dict, known: Collection[str]) -> list[str]:
 
 
 def module_text(root: Dict) -> str:
-    """Return the nest of what the modules of a model save besides tensors."""
+    """Return the nest of everything besides tensors that the modules of a model save."""
     pairs = root.get("model").pairs()
     besides = [part for key, value in pairs if type(value) is not NestTensor for part in (key, value)]
     return _text(Dict(["module", Dict(besides)]))

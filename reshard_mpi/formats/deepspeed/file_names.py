@@ -1,4 +1,4 @@
-"""Sort the files of a DeepSpeed checkpoint by their names (`sorted_files`), and name those of a target.
+"""Sort the files of a DeepSpeed checkpoint by their names (`sorted_files`), and name a target's (`TargetNames`).
 
     mp_rank_01_model_states.pt                       weights and settings; stages 0 to 2: of model-parallel rank 1
     zero_pp_rank_2_mp_rank_01_model_states.pt        the same of stage 3: of data-parallel rank 2
@@ -76,7 +76,7 @@ class TagFiles(NamedTuple):
 
 
 class TargetNames(NamedTuple):
-    """What the names of a target's files say. The prefix of a run says it too.
+    """The facts that the names of a target's files say. The prefix of a run says them too.
 
     Attributes:
         type: what the names of the optimizer's files begin with.
@@ -93,7 +93,7 @@ class TargetNames(NamedTuple):
 
     @classmethod
     def of_prefix(cls, prefix: str) -> TargetNames:
-        """Return what a prefix says. A user's own says nothing: these files have names of their own."""
+        """Return the names that a prefix says. A user's own says nothing: these files have names of their own."""
         match = re.fullmatch(_PREFIX, prefix)
         if match is None:
             return cls()
@@ -109,7 +109,7 @@ class TargetNames(NamedTuple):
         return f"{self.tag}/{self.type}zero{self.zero_stage}{layers}{experts}"
 
     def path(self, number: int, targets: int) -> str:
-        """Return the path of a target, of which there are so many, as `layout.ZeroLayout` numbers them."""
+        """Return the path of a target. Numbers are as of `layout.ZeroLayout`; targets: how many there are."""
         apart = len(self.layers) + sum(self.experts)
         of_stages = targets - apart
         ranks = of_stages // 2 if self.zero_stage == 3 else of_stages // self.stages - 1

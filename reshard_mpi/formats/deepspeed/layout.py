@@ -165,7 +165,7 @@ def _parameters(fields: Sequence[Any]) -> tuple[LaidParameter, ...]:
 
 def names_by_file(layout: ZeroLayout, names: Iterable[str]) -> dict[str, list[str]]:
     """Return names in the model by what those in their file begin with; "" stands for the files of weights."""
-    begins = sorted(layout.apart)  # none of which begins with another one
+    begins = sorted(layout.apart)  # none begins with another one
     by_file: dict[str, list[str]] = {}
     for name in names:
         place = bisect_right(begins, name) - 1

@@ -102,7 +102,7 @@ def second_names(root: Dict) -> tuple[tuple[str, str], ...]:
 
 
 def _names_in_layers(root: Dict) -> Iterator[tuple[str, str]]:
-    """Yield the names in its layers of what a pipeline shares between them, each with that in the optimizer."""
+    """Yield the names of shared tensors in the layers of a pipeline, each with the name in the optimizer."""
     trained = {name for own in _stages(root) for name in own}
     tied: dict[str, list[str]] = {}
     for name in sorted(trained):
@@ -177,7 +177,7 @@ def _of_pipeline(root: Dict, groups: Sequence[Sequence[LaidParameter]], settings
 
 
 def _experts(root: Dict) -> dict[str, int]:
-    """Return how many experts each layer has, by what the names of its tensors begin with, in the model's order.
+    """Return how many experts each layer has, by the beginning of its tensors' names, in the model's order.
 
     Raises TargetError unless they are numbered from 0 on.
     """
@@ -259,7 +259,7 @@ def _ep_size(own: Sequence[LaidParameter], settings: Dict, counts: Mapping[str, 
 
 
 def _place(parameter: LaidParameter, counts: Mapping[str, int], parts: int) -> tuple[int, str]:
-    """Return which of some parts an expert's parameter is in, and what it is called there."""
+    """Return the part that an expert's parameter is in, and its name there. parts: how many there are."""
     match = OF_EXPERT.fullmatch(parameter.name)
     assert match is not None
     part, own = divmod(int(match["number"]), counts[match["before"]] // parts)

@@ -383,7 +383,7 @@ def _sub_groups(own: Sequence[LaidParameter], ranks: int, most: int) -> Iterator
 
 
 def _whole_in_files(layout: ZeroLayout, tensors: Mapping[str, TensorType]) -> Iterator[list[str]]:
-    """Yield the names of the tensors that each file of weights has whole, then those of each layer or expert."""
+    """Yield the names of the whole tensors in each file of weights, then in each file of a layer or expert."""
     buffers = {*layout.buffers}
     names = [own for own in layout.names if not layout.is_sliced or own in buffers]
     by_file = names_by_file(layout, names)

@@ -25,7 +25,7 @@ CLIENT_STATE = "client_state"
 IS_PIPELINE = "is_pipeline"
 # Another one: a dictionary of the numbers of its layers that have files, and the names of the parameters that each
 # stage trains, in order.
-PIPELINE, LAYERS, STAGES = "pipeline", "layers", "stages"
+PIPELINE, LAYERS, STAGES = "pipeline_layout", "layers", "stages"
 # The optimizer of a training in 16 bit without ZeRO: vectors of all parameters, without their names.
 _NAMELESS = ("fp32_groups_flat", "fp32_groups")
 _NAMELESS_WHY = "a vector of the optimizer of a training without ZeRO, which does not say whose elements lie where"
