@@ -232,6 +232,12 @@ def test_what_layers_of_a_pipeline_share(tmp_path: Path, dtype: str) -> None:
     reshard_mpi.verify(source, tmp_path / "again")
 
 
+@pytest.mark.parametrize("how", [{"dtype": "model.*=fp16"}, {"dtype": "fp32"}, {"exclude": ["*.fp32_param"]}])
+def test_other_types_of_what_layers_share(tmp_path: Path, how: dict[str, Any]) -> None:
+    source = in_torch(tmp_path, saved(tmp_path, pipeline(), PIPELINE), share)
+    reshard_mpi.verify(source, written(source, tmp_path / "out", ranks=3, **how), **how)
+
+
 def with_other_contents(root: Any) -> None:
     share(root)
     root["model"]["2.w"] = torch_peer.tensor(deepspeed_peer.sample(np.zeros(3, np.float32), "bfloat16"), "new")

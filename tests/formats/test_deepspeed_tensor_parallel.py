@@ -109,16 +109,22 @@ def test_words_that_stages_of_a_pipeline_share(tmp_path: Path) -> None:
                     for other in {"2.w"} & listed.keys():
                         listed[other] = listed.pop(other)
 
-    deepspeed_slices.write(tmp_path, cut, form, tie)
+    deepspeed_slices.write(tmp_path / "save", cut, form, tie)
     wholes = deepspeed_peer.expected(training, form)
     expected = {own: sample for own, sample in wholes.items() if "state.0.w" not in own and "state.1.w" not in own}
     of_state = {own: sample for own, sample in wholes.items() if "state.0.w" in own}
     expected |= {own.replace("0.w", name): sample for own, sample in of_state.items()}
     expected[f"model.{name}"] = wholes["model.0.w"]
-    with reshard_mpi.open(tmp_path) as opened:
-        assert {own: opened[own][...].tobytes() for own in opened} == {
-            own: sample.content for own, sample in expected.items()
-        }
+    # Written back it has these stages, each whole.
+    reshard_mpi.transform(tmp_path / "save", tmp_path / "out", to="deepspeed", dp=3, zero_stage=1)
+    for folder in ("save", "out"):
+        with reshard_mpi.open(tmp_path / folder) as opened:
+            assert {own: opened[own][...].tobytes() for own in opened} == {
+                own: sample.content for own, sample in expected.items()
+            }
+    names = [f"mp_rank_0{stage}_model_states.pt" for stage in (0, 1)]
+    shapes = [deepspeed_peer.load(tmp_path / "out/global_step3" / own)["param_shapes"] for own in names]
+    assert [[*own] for (own,) in shapes] == [[name, "2.w"], [name]]
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -25,7 +25,8 @@ _LAYER = r"layer_(?P<layer>\d+)(?:-model_(?P<model>\d+))?-model_states\.pt"
 _EXPERT = r"(?:layer_(?P<layer>\d+)_)?expert_(?P<expert>\d+)_mp_rank_(?P<model>\d+)_model_states\.pt"
 _PREFIX = (
     r"(?P<tag>[^/]+)/(?P<type>bf16_)?zero(?P<zero_stage>[123])"
-    r"(?:\.stages(?P<stages>\d+)\.layers(?P<layers>\d+(?:,\d+)*))?(?:\.experts(?P<experts>\d+(?:,\d+)*))?"
+    r"(?:\.stages(?P<stages>[1-9]\d{0,8})\.layers(?P<layers>\d{1,9}(?:,\d{1,9})*))?"
+    r"(?:\.experts(?P<experts>\d{1,9}(?:,\d{1,9})*))?"
 )
 _EXPERT_OPTIMIZER = r"expp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_optim_states\.pt"
 # The folder of a universal checkpoint in which every parameter has one.

@@ -9,6 +9,7 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.deepspeed.parameters import TIED, TrainedParameter
 from reshard_mpi.formats.deepspeed.rank_files import ModelStates
 from reshard_mpi.formats.deepspeed.settings import type_in
+from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest.nodes import Dict, Value
 from reshard_mpi.formats.torch.tensor_pieces import HeldTensor, TensorPieces, held, listed
@@ -137,10 +138,18 @@ def _weights(training: DeepSpeedTraining, folder: str) -> Iterator[tuple[str, Va
             where=folder,
             remedy="copy or restore all files of one save",
         )
-    dtype = type_in(training.model.values.get("ds_config"))
     for name in tied:
         parameter = training.trained[name]
+        dtype = _type_in_layers(name, training)
         yield name, TensorPieces(dtype, parameter.shape, parameter.weights.pieces_as(dtype))
+
+
+def _type_in_layers(name: str, training: DeepSpeedTraining) -> DType:
+    """Return the type of a parameter that layers of a pipeline share, in whose files it has another name."""
+    rest, shape = "".join(name.split(".", 2)[2:]), training.trained[name].shape
+    of_layers = (own for other, own in training.weights.items() if other.partition(".")[2] == rest)
+    types = (own.dtype for own in of_layers if type(own) is TensorPieces and own.shape == shape)
+    return next(types, type_in(training.model.values.get("ds_config")))
 
 
 def _without_elements(name: str, path: str) -> ShardError:
