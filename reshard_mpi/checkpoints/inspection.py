@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery, shard_files
+from reshard_mpi.checkpoints.contents import contents_of, steps_of, values_of
 from reshard_mpi.checkpoints.refuse_sources import ForeignCheckpointError
 from reshard_mpi.checkpoints.shard_files import in_its_rank
 from reshard_mpi.checkpoints.source import locate
@@ -18,7 +19,7 @@ from reshard_mpi.errors import ReshardError, SourceError, StrategyError
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.filesystem.paths import kind_of_file
 from reshard_mpi.formats.locations import LibraryRead, StridedView
-from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.manifest import NEST, Manifest
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorEntry
 from reshard_mpi.journal.record_files import STATE
 from reshard_mpi.journal.run_status import about_record, state_of
@@ -34,22 +35,29 @@ _MAY_LACK_FILES = "nothing in it tells whether its last files are missing: tenso
 
 
 def inspect(
-    path: str | os.PathLike[str], names: str | None = None, *, rank: int | Iterable[int] | None = None
+    path: str | os.PathLike[str],
+    names: str | Iterable[str] | None = None,
+    *,
+    rank: int | Iterable[int] | None = None,
 ) -> dict[str, Any]:
     """Return a description of what lies at `path`, as plain values.
 
     "kind" is "shard", "checkpoint", "strategy", "run" (a target folder without a complete target) or "commit" (the
     commit record of a target folder). For a checkpoint that a run has made, or is making, "run" and "commit" describe
-    that.
+    that. "contents" sums up a shard or checkpoint: parameters and bytes of model, optimizer and the rest, by type,
+    layers and experts by the names of tensors, and steps. "values" of a shard has what it holds besides tensors.
 
     Args:
-        names: a glob of the tensors (of a strategy: of the parameters and rules) that are described; None: all.
+        names: a glob, or several, of the tensors and values (of a strategy: of the parameters and rules) that are
+            described; None: all.
         rank: one or several, of which the shards are described; None: all.
 
     Raises SourceError if there is nothing that can be read, or nothing of these names and ranks.
     """
     ranks = OPTIONS["rank"].check(rank, "rank")
-    wanted = _TensorFilter(None if names is None else Pattern(names), None if ranks is None else frozenset(ranks))
+    globs = None if names is None else (names,) if isinstance(names, str) else tuple(names)
+    patterns = None if globs is None else tuple(map(Pattern, globs))
+    wanted = _TensorFilter(patterns, None if ranks is None else frozenset(ranks))
     facts = _facts(os.fspath(path), wanted)
     kind, where = facts["kind"], facts["path"]
     if wanted.ranks is not None and kind != "checkpoint":
@@ -60,7 +68,7 @@ def inspect(
             where=where,
             remedy="leave out --rank",
         )
-    if names is None:
+    if globs is None or patterns is None:
         return facts
     if kind not in ("shard", "checkpoint", "strategy"):
         raise SourceError(
@@ -70,10 +78,12 @@ def inspect(
             where=where,
             remedy="leave out the pattern of names",
         )
-    if not any(_names(facts)):
-        what = "parameter" if kind == "strategy" else "tensor"
-        raise no_such_name(what, names, _names(_facts(where, wanted._replace(names=None))), where)
-    return {**facts, "names": names}
+    own = list(_names(facts))
+    for glob, pattern in zip(globs, patterns):
+        if not any(map(pattern.matches, own)) and not (kind == "strategy" and own and len(globs) == 1):
+            what = "parameter" if kind == "strategy" else "tensor"
+            raise no_such_name(what, glob, _names(_facts(where, wanted._replace(names=None))), where)
+    return {**facts, "names": names if isinstance(names, str) else list(globs)}
 
 
 def no_such_name(what: str, pattern: str, names: Iterable[str], where: str) -> SourceError:
@@ -91,17 +101,19 @@ def no_such_name(what: str, pattern: str, names: Iterable[str], where: str) -> S
 class _TensorFilter(NamedTuple):
     """A filter on descriptions: tensors by name, shards by rank; None: all."""
 
-    names: Pattern | None
+    names: tuple[Pattern, ...] | None
     ranks: frozenset[int] | None
 
     def has_name(self, name: str) -> bool:
-        return self.names is None or self.names.matches(name)
+        return self.names is None or any(pattern.matches(name) for pattern in self.names)
 
 
 def _names(facts: dict[str, Any]) -> Iterator[str]:
     """Yield the names of the tensors and texts, or parameters and rules, that a description has."""
     shards = [facts] if facts["kind"] == "shard" else chain.from_iterable(facts.get("shards", {}).values())
-    yield from dict.fromkeys(name for shard in shards for name in (*shard["tensors"], *shard["strings"]))
+    yield from dict.fromkeys(
+        name for shard in shards for name in (*shard["tensors"], *shard["strings"], *shard.get("values", ()))
+    )
     yield from facts.get("parameters", ())
     yield from (rule["match"] for rule in facts.get("rules", ()))
 
@@ -143,28 +155,50 @@ def _facts(name: str, wanted: _TensorFilter) -> dict[str, Any]:
     if not source_files.is_file(name):
         return {**_checkpoint(in_its_rank(files), wanted), **state}
     try:
-        shard = _shard(files.locate(name), wanted)
+        manifest = files.locate(name)
+        shard = _shard(manifest, wanted)
     except ReshardError as shard_error:
         try:  # MindSpore's strategy files end in .ckpt too
             return _strategy(name, wanted)
         except ReshardError:
             raise shard_error from None
-    return {"kind": "shard", **shard, "totals": _totals([shard])}
+    contents = contents_of([_as_parts(shard)], steps_of(manifest), one_rank=_is_full(files, shard))
+    return {"kind": "shard", **shard, "totals": _totals([shard]), "contents": contents}
+
+
+def _as_parts(shard: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of a shard without the shapes of the wholes that its tensors are parts of."""
+    kept = ("dtype", "shape", "size_bytes")
+    parts = {name: {key: facts[key] for key in kept} for name, facts in shard["tensors"].items()}
+    return {**shard, "tensors": parts}
+
+
+def _is_full(files: shard_files.ShardFiles, shard: dict[str, Any]) -> bool:
+    """Tell whether a file by itself holds whole tensors."""
+    lone = shard_files.SingleShard.of(files)
+    is_cut = any(facts.get("global_shape", facts["shape"]) != facts["shape"] for facts in shard["tensors"].values())
+    return not is_cut and not (lone is not None and lone.siblings())
 
 
 def _checkpoint(files: shard_files.ShardFiles, wanted: _TensorFilter) -> dict[str, Any]:
-    shards = {
-        rank: [_shard(manifest, wanted) for manifest in manifests]
-        for rank, manifests in manifests_of(files, wanted.ranks)
-    }
+    shards: dict[int, list[dict[str, Any]]] = {}
+    steps: dict[str, list[Any]] = {}
+    for rank, manifests in manifests_of(files, wanted.ranks):
+        of_rank = shards[rank] = []
+        for manifest in manifests:
+            of_rank.append(_shard(manifest, wanted))
+            if len(shards) == 1:  # all ranks should say the same
+                steps |= steps_of(manifest)
+    of_all = [shard for of_rank in shards.values() for shard in of_rank]
     return {
         "kind": "checkpoint",
         "path": files.path,
         "format": files.format,
         "ranks": len(shards),
         **({"files": list(files.one_by_one().shards)} if files.is_folder else {}),
-        "size_bytes": sum(shard["size_bytes"] for rank_shards in shards.values() for shard in rank_shards),
-        "totals": _totals(shard for rank_shards in shards.values() for shard in rank_shards),
+        "size_bytes": sum(shard["size_bytes"] for shard in of_all),
+        "totals": _totals(of_all),
+        **({"contents": contents_of(of_all, steps, one_rank=len(files.by_rank) == 1)} if wanted.ranks is None else {}),
         **({"left_out": [files.left_out]} if files.left_out else {}),
         "notes": [*files.notes, *([] if formats.info(files.format).knows_file_count else [_MAY_LACK_FILES])],
         "shards": shards,
@@ -194,12 +228,17 @@ def _shard(manifest: Manifest, wanted: _TensorFilter) -> dict[str, Any]:
         "format": manifest.format,
         "size_bytes": sum(tensor["size_bytes"] for tensor in tensors.values()),
         "tensors": tensors,
-        "strings": {name: text for name, text in manifest.strings.items() if wanted.has_name(name)},
+        "strings": {name: text for name, text in manifest.strings.items() if name != NEST and wanted.has_name(name)},
     }
+    if values := {name: value for name, value in values_of(manifest).items() if wanted.has_name(name)}:
+        facts["values"] = values
     if manifest.left_out:
         facts["left_out"] = list(manifest.left_out)
-    if isinstance(manifest.tensors, ChunkedTensors) and manifest.tensors.unreadable:
-        facts["unreadable"] = dict(manifest.tensors.unreadable)
+    if isinstance(manifest.tensors, ChunkedTensors):
+        pieces = zip(manifest.tensors, manifest.tensors.numbers)
+        facts["pieces"] = sum(len(numbers) for name, numbers in pieces if name in tensors)
+        if manifest.tensors.unreadable:
+            facts["unreadable"] = dict(manifest.tensors.unreadable)
     if manifest.identity is not None:
         facts |= {"rank": manifest.identity.rank, "world_size": manifest.identity.world_size}
     return facts
@@ -257,7 +296,8 @@ def _strategy(path: str, wanted: _TensorFilter) -> dict[str, Any]:
 
 def _strategy_facts(loaded: Strategy, wanted: _TensorFilter) -> dict[str, Any]:
     # Of a name without wildcards the rule that places it is meant.
-    name = wanted.names.text if wanted.names is not None and wanted.names.is_plain else None
+    plain = [pattern.text for pattern in wanted.names or () if pattern.is_plain]
+    name = plain[0] if len(plain) == 1 else None
     placing = loaded.rule_of(name) if name is not None and name not in loaded.parameters else None
     facts: dict[str, Any] = {
         "ranks": loaded.world_size,

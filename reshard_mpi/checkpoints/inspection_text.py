@@ -5,10 +5,13 @@ Tensors are compared by name, type and shape; no values are read.
 
 from __future__ import annotations
 
+import json
 import os
+from itertools import islice
 from typing import Any, NamedTuple
 
 from reshard_mpi.checkpoints import discovery
+from reshard_mpi.checkpoints.contents import content_lines
 from reshard_mpi.checkpoints.inspection import manifests_of
 from reshard_mpi.checkpoints.shard_files import SingleShard, in_its_rank
 from reshard_mpi.formats.manifest import Manifest
@@ -17,6 +20,8 @@ from reshard_mpi.text import counted, format_bytes, natural_key, one_line, range
 
 # Characters shown of a string.
 _MAX_SHOWN = 200
+# Values beside the tensors that are shown of a shard.
+_MAX_VALUES = 30
 
 
 def as_text(facts: dict[str, Any]) -> str:
@@ -30,11 +35,18 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     if facts["kind"] in ("run", "commit"):
         return as_lines(facts)
     if facts["kind"] == "shard":
-        return [*_shard_lines(facts), _total_line(facts["totals"])]
+        heading, *lines = _shard_lines(facts)
+        contents = () if "names" in facts else content_lines(facts["contents"])
+        return [heading, *contents, *lines, _total_line(facts["totals"])]
     size = format_bytes(facts["size_bytes"])
     holders = counted(len(facts["files"]), "file") if "files" in facts else counted(facts["ranks"], "rank")
-    lines = [f"checkpoint: {holders}, {facts['format']}, {size} of tensors", *facts["notes"]]
-    lines += _tensor_lines(facts) if "names" in facts else _file_lines(facts)
+    pieces = sum(shard.get("pieces", 0) for shards in facts["shards"].values() for shard in shards)
+    cut = f" in {counted(pieces, 'piece')}" if pieces else ""
+    lines = [f"checkpoint: {holders}, {facts['format']}, {size} of tensors{cut}", *facts["notes"]]
+    if "names" in facts:
+        lines += [*_tensor_lines(facts), *_value_lines(facts)]
+    else:
+        lines += [*content_lines(facts.get("contents", {})), *_file_lines(facts)]
     shards = (shard for shards in facts["shards"].values() for shard in shards)
     lost = (_lost_lines(lossy) for lossy in (*shards, facts))
     lines += dict.fromkeys(line for of_shard in lost for line in of_shard)
@@ -89,7 +101,24 @@ def _shard_lines(shard: dict[str, Any]) -> list[str]:
         whole = f"  at {facts['offset']} of {facts['global_shape']}" if "offset" in facts else ""
         lines.append(f"  {name}  {facts['dtype']} {facts['shape']}  {format_bytes(facts['size_bytes'])}{whole}")
     lines += [f"  {name}  {_shown(text)}" for name, text in shard["strings"].items()]
+    values = shard.get("values", {})
+    lines += [f"  {name}  {_shown_json(value)}" for name, value in islice(values.items(), _MAX_VALUES)]
+    if len(values) > _MAX_VALUES:
+        lines.append(f"  {len(values) - _MAX_VALUES} more values beside the tensors: --json has all, GLOB chooses some")
     return [*lines, *_lost_lines(shard)]
+
+
+def _value_lines(checkpoint: dict[str, Any]) -> list[str]:
+    """Return a line for each value beside the tensors and text, each once."""
+    shards = [shard for shards in checkpoint["shards"].values() for shard in shards]
+    texts = (f"  {name}  {_shown(text)}" for shard in shards for name, text in shard["strings"].items())
+    values = (f"  {name}  {_shown_json(value)}" for shard in shards for name, value in shard.get("values", {}).items())
+    return [*dict.fromkeys((*texts, *values))]
+
+
+def _shown_json(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
 
 
 def _lost_lines(shard: dict[str, Any]) -> list[str]:

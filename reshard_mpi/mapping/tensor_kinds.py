@@ -1,4 +1,4 @@
-"""Tell by its name what a tensor is: of which kind (`kind_of`), and of which layer and expert (`layer_of`, `kin_of`).
+"""Tell the kind of a tensor by its name (`kind_of`), and its layer, expert and kin (`layer_of`, `kin_of`).
 
 Only the name is looked at, so it is a guess where a framework lets users choose names. Wrong guesses change what is
 counted, and what is compared with what, but never a byte that is written.

@@ -23,13 +23,13 @@ from reshard_mpi.runs.plan_conversion import LIMITS
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, ProgressStage, SliceCounter
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.value_comparison import TensorComparison, TensorFacts, ValueComparison, ValueDifference
+from reshard_mpi.runs.value_comparison import ComparedType, TensorComparison, ValueComparison, ValueDifference
 
 
 def diff_values(
     request: Request, comm: Comm, progress: Progress, memory: RunMemory, strategies: Strategies | None
 ) -> Outcome:
-    """Compare the numbers of `request.source` with those of `request.target`.
+    """Compare the checkpoints `request.source` and `request.target` in numbers.
 
     What is found is the outcome's `comparison`. Raises a ReshardError, the same on all processes, if the two cannot be
     compared.
@@ -51,7 +51,7 @@ def diff_values(
             compared = {spec.name for spec in common}
             for name in dict.fromkeys((*own, *others)):
                 if name not in compared:
-                    tensors.append(TensorComparison(name, _facts(own.get(name)), _facts(others.get(name)), None))
+                    tensors.append(TensorComparison(name, _type_of(own.get(name)), _type_of(others.get(name)), None))
             values = [*_differing_values(first.plan, second.plan, tolerance)]
             left_out = [what for side in (first, second) for what in side.plan.left_out]
         found = ValueComparison(tuple(tensors), tuple(values), tuple(left_out))
@@ -67,8 +67,8 @@ def _are_comparable(first: TensorSpec, second: TensorSpec) -> bool:
     return first.global_shape == second.global_shape and is_comparable(first.dtype, second.dtype)
 
 
-def _facts(spec: TensorSpec | None) -> TensorFacts | None:
-    return None if spec is None else TensorFacts(spec.dtype.name, tuple(spec.global_shape))
+def _type_of(spec: TensorSpec | None) -> ComparedType | None:
+    return None if spec is None else ComparedType(spec.dtype.name, tuple(spec.global_shape))
 
 
 def _compared(
@@ -86,11 +86,11 @@ def _compared(
             distance = distance_of(files, tensor, other, LIMITS, tolerance, counted.add)
             counted.end()
             progress.completed()
-            yield TensorComparison(tensor.spec.name, _facts(tensor.spec), _facts(other.spec), distance)
+            yield TensorComparison(tensor.spec.name, _type_of(tensor.spec), _type_of(other.spec), distance)
 
 
 def _differing_values(first: RankPlan, second: RankPlan, tolerance: Tolerance) -> Iterator[ValueDifference]:
-    """Yield the values beside the tensors that are not the same; numbers may be as far apart as those of tensors."""
+    """Yield the values beside the tensors that are not the same; numbers may be as far apart as in tensors."""
     ours, theirs = _values(first), _values(second)
     for name in dict.fromkeys((*ours, *theirs)):
         if name not in ours or name not in theirs or not _are_same(ours[name], theirs[name], tolerance):

@@ -18,7 +18,7 @@ _MOST_CHARACTERS = 60
 _HEADING = ("differing", "largest", "relative", "norm A", "norm B", "cosine", "tensor")
 
 
-class TensorFacts(NamedTuple):
+class ComparedType(NamedTuple):
     """What one checkpoint says of a tensor."""
 
     dtype: str
@@ -40,8 +40,8 @@ class TensorComparison(NamedTuple):
     """
 
     name: str
-    first: TensorFacts | None
-    second: TensorFacts | None
+    first: ComparedType | None
+    second: ComparedType | None
     distance: ValueDistance | None
 
     @property
@@ -58,7 +58,7 @@ class TensorComparison(NamedTuple):
         return kind_of(self.name)
 
     def order(self) -> tuple[bool, float, float]:
-        """Return what tensors are sorted by: those that differ most come first."""
+        """Return the key by which tensors are sorted: the most different come first."""
         if self.distance is None:
             return False, -math.inf, -math.inf
         return self.passes, -self.distance.share, -self.distance.relative
@@ -130,7 +130,7 @@ class ValueComparison(NamedTuple):
         return not self.left_out and all(tensor.passes for tensor in self.tensors)
 
     def by_kind(self) -> tuple[_KindSummary, ...]:
-        """Return what is found of each kind of tensors."""
+        """Return a summary for each kind of tensors."""
         of_kind: dict[TensorKind, list[TensorComparison]] = {}
         for tensor in self.tensors:
             of_kind.setdefault(tensor.kind, []).append(tensor)

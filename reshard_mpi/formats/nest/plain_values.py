@@ -38,7 +38,7 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def as_json(value: Any) -> Any:
-    """Return a plain value as JSON has it: texts for what it lacks, lists for sets and complex numbers."""
+    """Return a plain value as JSON has it: lists for tuples, sets and complex numbers, texts for bytes and NaN."""
     if isinstance(value, dict):
         return {str(key): as_json(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
