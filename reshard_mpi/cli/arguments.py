@@ -203,13 +203,13 @@ def _add_governor(parser: argparse.ArgumentParser) -> None:
 def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=path, metavar="PATH", help="what to look at")
     parser.add_argument(
-        "other",
+        "others",
         type=path,
         metavar="GLOB|OTHER|TENSOR[SLICE]",
-        nargs="?",
-        help="tensors whose names match, such as 'layers.0.*', with the ranks that hold them; or the path of another"
-        " checkpoint, to list the tensors that are not alike in both: names, types and shapes; or elements of the whole"
-        " tensor of this name, as numpy prints them, such as 'layers.0.w[:4, -1]'",
+        nargs="*",
+        help="tensors and values beside them whose names match, such as 'layers.0.*' (repeatable), with the ranks that"
+        " hold them; or the path of another checkpoint, to list the tensors that are not alike in both: names, types"
+        " and shapes; or elements of the whole tensor of this name, as numpy prints them, such as 'layers.0.w[:4, -1]'",
     )
     add_files(parser, "PATH", rank="list the shards of these ranks only, such as 3 or 0-3,8 (repeatable)")
     strategies = strategies_of(parser)
@@ -223,6 +223,13 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="of TENSOR[SLICE], of the tensors whose names match, or of all: least and largest element, mean, norm, and"
         " how many are NaN, infinite and zero; NaN and infinities are in the counts only",
+    )
+    printed.add_argument(
+        "--parallel-sizes",
+        action="store_true",
+        help="say to how many tensor-, pipeline- and expert-parallel ranks PATH can be cut, what stands in the way of"
+        " other numbers (heads, KV groups, vocabulary, experts, layers), and the bytes of a rank; by config.json beside"
+        " its files, or --config, or the arguments in a checkpoint of Megatron, and by the shapes of tensors",
     )
     form = printed.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print it as JSON")
@@ -261,7 +268,8 @@ def _usage(parser: argparse.ArgumentParser) -> str:
     """Return what must be given to a command; its many options are described by themselves."""
     positionals = [action for action in parser._actions if not action.option_strings]
     has_options = any(action.option_strings and action.dest != "help" for action in parser._actions)
-    words = [f"[{action.metavar}]" if action.nargs == "?" else str(action.metavar) for action in positionals]
+    written = {"?": "[{}]", "*": "[{}]..."}
+    words = [written.get(str(action.nargs), "{}").format(action.metavar) for action in positionals]
     return " ".join([*(["[OPTION]..."] if has_options else []), *words])
 
 

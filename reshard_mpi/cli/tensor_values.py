@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -79,7 +79,8 @@ def show_values(options: argparse.Namespace) -> bool:
     Returns False, and prints nothing, if there is nothing to read: the argument is a glob or a path, or is missing, and
     no statistics are asked for.
     """
-    match = _SLICE.fullmatch(options.other or "")
+    globs: list[str] = options.others
+    match = _SLICE.fullmatch(globs[0]) if len(globs) == 1 else None
     name, written = match.groups() if match else (None, "")
     try:
         if options.rank is not None:
@@ -96,9 +97,9 @@ def show_values(options: argparse.Namespace) -> bool:
         if name is not None and name in checkpoint:
             choices = iter([_Choice.of(checkpoint[name], written)])
         elif options.stats:
-            choices = _whole_tensors(checkpoint, options.source, options.other)
+            choices = _whole_tensors(checkpoint, options.source, globs)
         elif reading_options(options):
-            raise no_such_name("tensor", options.other, checkpoint, options.source)
+            raise no_such_name("tensor", globs[0], checkpoint, options.source)
         else:
             return False
         (_show_statistics if options.stats else _show_elements)(choices, options)
@@ -114,12 +115,14 @@ def _holds(path: str, name: str | None) -> bool:
         return False
 
 
-def _whole_tensors(checkpoint: Checkpoint, path: str, glob: str | None) -> Iterator[_Choice]:
-    if glob is not None and os.path.lexists(glob):
+def _whole_tensors(checkpoint: Checkpoint, path: str, globs: Sequence[str]) -> Iterator[_Choice]:
+    if any(map(os.path.lexists, globs)):
         raise UsageError("--stats goes with one checkpoint", expected="PATH, or PATH and GLOB", got="two checkpoints")
-    names = list(checkpoint) if glob is None else list(filter(Pattern(glob).matches, checkpoint))
-    if glob is not None and not names:
-        raise no_such_name("tensor", glob, checkpoint, path)
+    patterns = [*map(Pattern, globs)]
+    for pattern in patterns:
+        if not any(map(pattern.matches, checkpoint)):
+            raise no_such_name("tensor", pattern.text, checkpoint, path)
+    names = [name for name in checkpoint if not patterns or any(pattern.matches(name) for pattern in patterns)]
     return (_Choice.of(checkpoint[name], "...") for name in names)
 
 

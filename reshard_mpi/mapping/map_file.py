@@ -82,9 +82,7 @@ def read_rules(
     if len(texts) > 1:
         digests["map"] = hashlib.sha256(" ".join(of_texts).encode()).hexdigest()
     if config is not None:
-        content = _text(Path(config), _MAX_CONFIG_BYTES, "the configuration")
-        digests["config"] = hashlib.sha256(content.encode()).hexdigest()
-        values = _configuration(content, config)
+        values, digests["config"] = read_configuration(config)
     if path is None:
         return parse_equation(name, lengths), digests
     return parse_rules(*texts[0], values, lengths, texts[1:]), digests
@@ -166,7 +164,9 @@ def _text(path: Path, most_bytes: int, what: str) -> str:
         ) from None
 
 
-def _configuration(text: str, where: str) -> Mapping[str, object]:
+def read_configuration(path: str) -> tuple[Mapping[str, object], str]:
+    """Return the configuration of a model, and the digest of its text. Raises MapError if it cannot be read."""
+    text = _text(Path(path), _MAX_CONFIG_BYTES, "the configuration")
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -178,7 +178,7 @@ def _configuration(text: str, where: str) -> Mapping[str, object]:
             "the configuration is no JSON object",
             expected="the config.json of the model, such as Hugging Face folders have",
             got=got,
-            where=where,
+            where=path,
             remedy="give its path",
         )
-    return values
+    return values, hashlib.sha256(text.encode()).hexdigest()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import torch_peer
 from support.checkpoints import sample
 from support.command_line import done, refused, run_here
 from support.conversions import Conversion, four_targets
@@ -161,3 +163,121 @@ def test_ranges_are_read_as_they_are_written(numbers: set[int]) -> None:
 
     if numbers:
         assert parser().parse_args(["inspect", "a", "--rank", ranges(sorted(numbers))]).rank == sorted(numbers)
+
+
+# What one asks first, and values beside the tensors
+
+
+def training(path: Path, step: int = 7) -> Path:
+    """Write a file of torch with a model, an optimizer and settings; a name and a value are hostile."""
+
+    def tensor(name: str, *shape: int, kind: str = "f4") -> torch_peer.Tensor:
+        return torch_peer.tensor(sample(name, np.full(shape, step, kind)), name)
+
+    model = {f"layers.{layer}.experts.{e}.w": tensor(f"{layer}{e}", 4, 2) for layer in (0, 1, 3) for e in (0, 1)}
+    state = {0: {"exp_avg": tensor("m", 4, 2, kind="f8"), "step": tensor("s")}, 1: {"step": step}}
+    content = {
+        "model": model | {"head\x1b.weight": tensor("h", 3, 2)},
+        "optimizer": {"state": state, "param_groups": [{"lr": 0.5, "betas": (0.9, math.inf), "params": [0]}]},
+        "epoch": 2,
+        "note": "\x1b[31m",
+        "empty": {},
+    }
+    torch_peer.save(path, content)
+    return path
+
+
+def test_contents_come_first(tmp_path: Path) -> None:
+    shown = lines(str(training(tmp_path / "a.pt")))
+    assert shown[1:4] == [
+        "  model: 54 parameters in 7 tensors, 216 B (float32)",
+        "  optimizer: 9 elements in 2 tensors, 68 B (64 B float64, 4 B float32)",
+        "  layers 0-1,3; experts 0-1; epoch 2; step 7",
+    ]
+    for line in ("  optimizer.param_groups.0.lr  0.5", '  optimizer.param_groups.0.betas.1  "Infinity"', "  epoch  2"):
+        assert shown.count(line) == 1
+    assert '  note  "\\u001b[31m"' in shown and not any("\x1b" in line or "nest" in line for line in shown)
+    facts = reshard_mpi.inspect(tmp_path / "a.pt")
+    assert facts["contents"] == {
+        "parameters": 54,
+        "whole": True,
+        "model": {
+            "tensors": 7,
+            "elements": 54,
+            "size_bytes": 216,
+            "by_type": {"float32": {"tensors": 7, "elements": 54, "size_bytes": 216}},
+        },
+        "optimizer": {
+            "tensors": 2,
+            "elements": 9,
+            "size_bytes": 68,
+            "by_type": {
+                "float64": {"tensors": 1, "elements": 8, "size_bytes": 64},
+                "float32": {"tensors": 1, "elements": 1, "size_bytes": 4},
+            },
+        },
+        "layers": [0, 1, 3],
+        "experts": [0, 1],
+        "steps": {"step": [7], "epoch": [2]},
+    }
+    assert facts["strings"] == {} and facts["values"] == {
+        "optimizer.state.1.step": 7,
+        "optimizer.param_groups.0.lr": 0.5,
+        "optimizer.param_groups.0.betas.0": 0.9,
+        "optimizer.param_groups.0.betas.1": "Infinity",
+        "optimizer.param_groups.0.params.0": 0,
+        "epoch": 2,
+        "note": "\x1b[31m",
+    }
+    assert json.loads(run_here("inspect", tmp_path / "a.pt", "--json").out) == facts
+
+
+def test_a_folder_in_pieces(tmp_path: Path) -> None:
+    training(tmp_path / "a.pt")
+    strategy = tmp_path / "two.toml"
+    strategy.write_text('mesh = { a = 2 }\n[[parameter]]\nmatch = "model.layers.*"\nsplit = { 0 = ["a"] }\n')
+    done("transform", tmp_path / "a.pt", tmp_path / "dcp", "--to", "dcp", "--dst-strategy", strategy)
+    shown = lines(str(tmp_path / "dcp"))
+    assert shown[0].startswith("checkpoint: 2 files, dcp, 284 B of tensors in 15 pieces")
+    assert "  model: 54 parameters in 7 tensors, 216 B (float32)" in shown
+    assert "  layers 0-1,3; experts 0-1; epoch 2; step 7" in shown
+    assert reshard_mpi.inspect(tmp_path / "dcp", "model.layers.0.*")["shards"][0][0]["pieces"] == 4
+
+
+def test_parts_of_which_files_do_not_tell_the_whole(c: Conversion) -> None:
+    shown = lines(c.src)
+    assert any(line.startswith("  model: ") and " elements in parts of 2 tensors, " in line for line in shown)
+    facts = reshard_mpi.inspect(c.src)["contents"]
+    assert facts["parameters"] is None and not facts["whole"] and facts["steps"] == {"global_step": [7]}
+    shown = lines(str(next(Path(c.src).glob("rank_0/*"))))
+    assert any(line.startswith("  model: ") and " elements in parts of 2 tensors, " in line for line in shown)
+
+
+def test_several_globs(tmp_path: Path) -> None:
+    path = str(training(tmp_path / "a.pt"))
+    shown = lines(path, "model.layers.0.*", "*.lr", "*step")
+    assert [line.split()[0] for line in shown[1:-1]] == [
+        "model.layers.0.experts.0.w",
+        "model.layers.0.experts.1.w",
+        "optimizer.state.0.step",
+        "optimizer.state.1.step",
+        "optimizer.param_groups.0.lr",
+    ]
+    facts = reshard_mpi.inspect(path, ["*.w", "epoch"])
+    assert facts["names"] == ["*.w", "epoch"] and facts["values"] == {"epoch": 2} and len(facts["tensors"]) == 6
+    assert "no tensor has a name like this" in refused("inspect", path, "*.lr", "nothing*")
+    stats = done("inspect", path, "*.experts.0.w", "*.exp_avg", "--stats").out.splitlines()
+    assert [line.split()[0] for line in stats] == [
+        *(f"model.layers.{n}.experts.0.w" for n in (0, 1, 3)),
+        "optimizer.state.0.exp_avg",
+    ]
+    assert "no tensor has a name like this" in refused("inspect", path, "*.w", "x*", "--stats")
+
+
+def test_long_lists_of_values_are_cut(tmp_path: Path) -> None:
+    weights = torch_peer.tensor(sample("w", np.ones(2, "f4")), "0")
+    torch_peer.save(tmp_path / "a.pt", {"w": weights, "args": {f"key{number}": number for number in range(40)}})
+    shown = lines(str(tmp_path / "a.pt"))
+    assert "  args.key29  29" in shown and "  args.key30  30" not in shown
+    assert "  10 more values beside the tensors: --json has all, GLOB chooses some" in shown
+    assert "  args.key39  39" in lines(str(tmp_path / "a.pt"), "*key39")
