@@ -126,7 +126,7 @@ class ParallelSizes(NamedTuple):
 
 
 def sizes_said(source: str, config: str | None, values: Any) -> ModelSizes:
-    """Return what a configuration says of a model, or the arguments among the values of a checkpoint.
+    """Return the sizes of a model that its configuration says, or else the arguments in the checkpoint.
 
     Args:
         source: the path of the checkpoint: a configuration may lie beside its files.

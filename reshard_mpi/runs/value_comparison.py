@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 # Tensors and values beside them that are printed; --json has all.
 _MOST_LISTED = _MOST_VALUES = 20
 _MOST_CHARACTERS = 60
+# A share in percent that is not all is never shown as 100.
+_ALMOST_ALL = 99.99
 _HEADING = ("differing", "largest", "relative", "norm A", "norm B", "cosine", "tensor")
 
 
@@ -187,10 +189,11 @@ def _row(tensor: TensorComparison) -> tuple[str, ...]:
 
 
 def _numbers(distance: ValueDistance) -> tuple[str, ...]:
-    share = distance.differing / distance.elements if distance.elements else 0.0
+    share = 100 * distance.differing / max(1, distance.elements)
+    percent = f"{share:.3g}" if distance.differing in (0, distance.elements) else f"{min(share, _ALMOST_ALL):.4g}"
     numbers = (distance.largest, distance.relative, *distance.norms)
     cosine = "-" if distance.cosine is None else f"{distance.cosine:.9g}"
-    return f"{100 * share:.3g} %", *(f"{number:.5g}" for number in numbers), cosine
+    return f"{percent} %", *(f"{number:.5g}" for number in numbers), cosine
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

@@ -33,7 +33,7 @@ from reshard_mpi.cli.arguments import parser
         (["transform", "a", "b", "-x"], "no such option: -x"),
         (["transform", "a", "b", "c", "d"], "too many arguments: 'c', 'd'"),
         (["transform", "a", "b", "--", "--resume"], "too many arguments: '--resume'"),
-        (["inspect", "a\x1b[31m", "b", "c"], "too many arguments: 'c'"),
+        (["diff", "a\x1b[31m", "b", "c"], "too many arguments: 'c'"),
         (["transform", "a", "b", "--to=hdf"], "got 'hdf'; did you mean 'hdf5'?"),
         (["transform", "a", "b", "--from", "safetensor"], "got 'safetensor'; did you mean 'safetensors'?"),
         (["transform", "a", "b", "--unlisted", "Drop"], "expected follow, replicate or drop, got 'Drop'; did you mean"),
@@ -72,18 +72,18 @@ def test_what_was_meant(arguments: list[str], says: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "given"),
     [
-        (["inspect", "a", "--json", "b"], ("a", "b")),
-        (["inspect", "--json", "a", "--rank", "0", "b"], ("a", "b")),
-        (["inspect", "a", "--rank", "0"], ("a", None)),
+        (["inspect", "a", "--json", "b"], ("a", ["b"])),
+        (["inspect", "--json", "a", "--rank", "0", "b", "c"], ("a", ["b", "c"])),
+        (["inspect", "a", "--rank", "0"], ("a", [])),
         (["verify", "a", "--select", "x", "b", "-q"], ("a", "b")),
         (["verify", "a", "--select", "x"], ("a", None)),
         (["verify", "--select", "x", "a", "b"], ("a", "b")),
     ],
     ids=lambda value: " ".join(map(str, value)),
 )
-def test_what_may_be_left_out_may_stand_behind_options(arguments: list[str], given: tuple[str, str | None]) -> None:
+def test_what_may_be_left_out_may_stand_behind_options(arguments: list[str], given: tuple[str, object]) -> None:
     options = parser().parse_args(arguments)
-    assert (options.source, getattr(options, "other" if arguments[0] == "inspect" else "target")) == given
+    assert (options.source, getattr(options, "others" if arguments[0] == "inspect" else "target")) == given
 
 
 def test_the_same_twice_and_what_only_says_how_it_goes_may_be_given_again() -> None:
