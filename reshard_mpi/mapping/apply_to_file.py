@@ -7,7 +7,7 @@ takes the names that the one before it has made, so the numbers of the files mat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -142,11 +142,16 @@ def _mapped(
     told = owners_by_names(optimizers, inventory).items()
     choice = choice._replace(owners={state.removeprefix(prefix): owner.removeprefix(prefix) for state, owner in told})
     settings = settings_of_all(training, source.nest)
+    apart = {name for name, in_file in named.items() if name == in_file}
     while True:
-        in_target = _below_prefix(training, named) if is_below else _names_in_target(training, like)
+        in_target = _below_prefix(training, apart) if is_below else _names_in_target(training, like)
         chain = tuple(chained(rules, choice._replace(named=in_target), plain, forward, like, settings))
         in_files = _chain_in_files(chain, named, in_target)
         all_made = composed(in_files)
+        strangers = _made_apart(training, all_made) - apart if is_below else ()
+        if strangers:
+            apart.update(strangers)
+            continue
         if is_stripped or not _is_prefix_taken_off(training, all_made):
             break
         training = training._replace(prefix="")  # what begins so now is a part of the model with the name of its key
@@ -261,14 +266,28 @@ def _names_in_target(training: Training, like: TargetTemplate | None) -> Callabl
     return renamed
 
 
-def _below_prefix(training: Training, named: Mapping[str, str]) -> Callable[[str], str]:
+def _below_prefix(training: Training, apart: Container[str]) -> Callable[[str], str]:
     """Return what tensors are called in a target that has the model where the source has it.
 
     Args:
-        named: the names that the first map sees, each with the name in the source's file.
+        apart: the names of tensors that lie beside the model.
     """
-    apart = {name for name, in_file in named.items() if name == in_file}
     return lambda name: name if name in apart or name.startswith(training.state) else f"{training.prefix}{name}"
+
+
+def _made_apart(training: Training, made: Iterable[DerivedTensor]) -> set[str]:
+    """Return the names that maps give to tensors beside the model which stay below their own key: `ema.w`, `ema.net.w`.
+
+    Args:
+        made: the same as if they were the model's.
+    """
+    names = set()
+    for tensor in made:
+        name = tensor.name.removeprefix(training.prefix)
+        keys = {source.partition(".")[0] for source in _sources(tensor)}
+        if name != tensor.name and keys == {name.partition(".")[0]} != {training.prefix.rstrip(".")}:
+            names.add(name)
+    return names
 
 
 def _require_different(in_file: MapResult, plain: MapResult, path: str) -> None:

@@ -192,3 +192,22 @@ def test_what_the_checkpoint_lacks_is_named_with_what_helps(tmp_path: Path) -> N
     torch_peer.save(tmp_path / "like.pt", template("model"))
     with pytest.raises(MapError, match=r"not in it: .*optimizer\.state[\s\S]*--exclude"):
         converted(tmp_path, training(), map=RENAMING, like=tmp_path / "like.pt", to="torch")
+
+
+@pytest.mark.parametrize("form", ["names", "flat", "none"])
+@pytest.mark.parametrize("key", ["ema", "teacher"])
+def test_what_lies_beside_the_model_stays_there(tmp_path: Path, key: str, form: str) -> None:
+    values = {"fc.w": tensor(np.ones((2, 3), np.float32)), "fc.b": tensor(np.zeros(3, np.float32))}
+    moment = tensor(np.full((2, 3), 2, np.float32))
+    optimizer = {
+        "names": {"state": {"fc.w": {"exp_avg": moment}}, "param_groups": [{"lr": 1.0, "params": ["fc.w"]}]},
+        "flat": {"state.fc.w.exp_avg": moment, "param_groups.fc.w.lr": 1.0},
+    }
+    tree = {"model": dict(values), key: dict(values)} | ({"optimizer": optimizer[form]} if form in optimizer else {})
+    torch_peer.save(tmp_path / "x.pt", tree)
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "out", map=f"{key}.{{p*}} <=> {key}.net.{{p*}}", forward=True)
+    converted = torch_peer.load(tmp_path / "out/rank_0/checkpoint_0.pt")
+    assert {name: [*part] for name, part in converted.items() if name in ("model", key)} == {
+        "model": ["fc.w", "fc.b"],
+        key: ["net.fc.w", "net.fc.b"],
+    }
