@@ -16,7 +16,7 @@ import reshard_mpi
 from reshard_mpi.errors import DisagreementError, TargetError
 
 SHAPES = {"a.weight": (5, 3), "a.bias": (1,), "b.weight": (6, 6)}
-EQUATIONS = ["NAME <=> c.weight", "NAME [x y] <=> NAME [y x]", "NAME [2 x y] <=> NAME [2 y x]"]
+EQUATIONS = ["NAME [x y] <=> c.weight [y x]", "NAME [x y] <=> NAME [y x]", "NAME [2 x y] <=> NAME [2 y x]"]
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 _keys = count()
 
@@ -131,7 +131,21 @@ def test_a_map_that_leaves_a_second_name_behind_is_refused(
         content["optimizer"]["state"]["b.weight"] |= {"fp32_param": tensor(turned), "exp_avg": tensor(turned)}
     mapped: dict[str, Any] = {"map": equation.replace("NAME", name), "forward": True}
     errors: Any = (DisagreementError, TargetError)
-    refused(tmp_path, saved(tmp_path, content), stage, errors, f"shared_params[^$]*{name}|{name}.*shared", **mapped)
+    made = "c.weight" if "c.weight" in equation else name
+    refused(tmp_path, saved(tmp_path, content), stage, errors, f"shared_params[^$]*{made}|{made}.*shared", **mapped)
+
+
+@STAGES
+def test_a_second_name_follows_a_map_that_renames(tmp_path: Path, stage: int) -> None:
+    content, weights = training()
+    content["model"]["head"] = tensor(weights["b.weight"], "bfloat16")
+    content["shared_params"] = {"head": "b.weight"}
+    written(tmp_path, saved(tmp_path, content), stage, map="b.weight <=> c.weight", forward=True)
+    name = f"{'zero_pp_rank_0_' if stage == 3 else ''}mp_rank_00_model_states.pt"
+    assert deepspeed_peer.load(tmp_path / "out/global_step0" / name)["shared_params"] == {"head": "c.weight"}
+    require_weights(tmp_path / "out", "bfloat16", {"c.weight": weights["b.weight"]})
+    with reshard_mpi.open(tmp_path / "out") as opened:
+        assert opened["model.head"][...].tobytes() == opened["model.c.weight"][...].tobytes()
 
 
 @pytest.mark.parametrize(("stage", "dtype"), one_at_a_time([3, 2, 1], ["bf16", "fp16"]))
