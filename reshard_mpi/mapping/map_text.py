@@ -33,6 +33,8 @@ MAX_BYTES, MAX_ENTRIES = 1 << 20, 10_000
 _HEADER = re.compile(r"^[ \t]*\[\[[ \t]*(?:map|\"map\"|'map')[ \t]*\]\]", re.MULTILINE)
 _SIDES = ("left", "right")
 _LIKE = ("only", "needed", "forward")
+# In a name, the length of an axis: `model.layers.{=l}.w` is of the layer behind those from 0 to l - 1.
+_LENGTH = re.compile(r"\{=([A-Za-z_][A-Za-z0-9_]*)\}")
 # The key by which a configuration says how many tensor-parallel ranks there are, as Megatron calls it.
 _TENSOR_PARALLEL = "tensor_model_parallel_size"
 _MAX_AXIS, _MAX_DIMENSIONS = 1 << 62, 32
@@ -66,6 +68,17 @@ def parse_rules(
     Raises MapError, with the place in the file, for what it cannot mean.
     """
     contents = [(each, each.content()) for each in (MapText(text, where), *included)]
+    tables = [content["axes"] for _, content in contents]
+    in_names = {
+        name: str(_length_in_name(name, tables, config, lengths, each.where))
+        for each, _ in contents
+        for name in dict.fromkeys(_LENGTH.findall(each.text))
+    }
+    if in_names:
+        contents = [
+            (each, _content(_LENGTH.sub(lambda match: in_names[match[1]], each.text), each.where))
+            for each, _ in contents
+        ]
     count = sum(len(content["map"]) for _, content in contents)
     if not 0 < count <= MAX_ENTRIES:
         raise MapError("the map has no [[map]] entries", expected=f"1 to {MAX_ENTRIES}", got=str(count), where=where)
@@ -89,10 +102,34 @@ def parse_rules(
         numbers=tuple(read["number"]),
         cautions=tuple(read["caution"]),
         tensor_parallel=_tensor_parallel(config),
+        in_names=frozenset(in_names),
     )
     for (_, place), content in contents:
         rules = _with_axes(rules, content["axes"], config, f"{place}, [axes]")
     return rules
+
+
+def _length_in_name(
+    name: str,
+    tables: Sequence[Mapping[str, Any]],
+    config: Mapping[str, object] | None,
+    lengths: Mapping[str, int],
+    where: str,
+) -> int:
+    """Return the length of an axis for names that have it in them. Raises MapError if nothing tells it."""
+    rules = Rules((), (), (), lengths, where)
+    for table in tables:
+        if name in table and name not in rules.axes:
+            rules = _with_axis(rules, name, _choices(table[name]), config, f"{where}, [axes]")
+    length = rules.usual[name].length if name in rules.usual else rules.axes.get(name)
+    if length is None:
+        raise MapError(
+            "a name has the length of an axis that nothing tells",
+            expected=f"{name!r} in [axes], with --config if it is computed, or --axis {name}=N",
+            got=f"{{={name}}}",
+            where=where,
+        )
+    return length
 
 
 def parse_equation(text: str, lengths: Mapping[str, int] = MappingProxyType({})) -> Rules:
@@ -279,12 +316,16 @@ def _with_axes(rules: Rules, table: Mapping[str, Any], config: Mapping[str, obje
                 where=where,
                 remedy="mend the name, or remove it",
             )
-        choices = value if isinstance(value, list) and value else [value]
+        choices = _choices(value)
         if _TENSOR_PARALLEL in choices:
             rules = rules._replace(cuts_by_rank=True)
         if name not in rules.axes and name not in rules.usual:
             rules = _with_axis(rules, name, choices, config, where)
     return rules
+
+
+def _choices(value: object) -> list[object]:
+    return value if isinstance(value, list) and value else [value]
 
 
 def _with_axis(

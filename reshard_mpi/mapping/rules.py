@@ -312,6 +312,7 @@ class Rules(NamedTuple):
     # lengths of axes that neither shapes nor a configuration tell
     usual: Mapping[str, UsualLength] = {}
     from_user: frozenset[str] = frozenset()  # the axes whose lengths the user gives
+    in_names: frozenset[str] = frozenset()  # axes whose lengths stand in names
     lacks_config: bool = False  # whether it gives others by the configuration of the model, and there is none
     # equations of what stands before and behind a parameter's name in the name of its state
     states: tuple[EquationRule, ...] = ()
@@ -325,5 +326,5 @@ class Rules(NamedTuple):
 
     @property
     def all_axes(self) -> frozenset[str]:
-        """The names of the axes of all equations."""
-        return frozenset(axis for rule in self.equations for axis in rule.axes)
+        """The names of the axes of all equations, in shapes or in names."""
+        return self.in_names.union(axis for rule in self.equations for axis in rule.axes)

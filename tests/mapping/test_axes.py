@@ -257,6 +257,47 @@ def test_includes_that_are_refused(tmp_path: Path, include: str, said: str) -> N
     assert "maps" in str(error.value)
 
 
+BEHIND = (
+    "[axes]\nn = {}\n[[map]]\neq = 'layer.{{=n}} [a] <=> last [a]'\n[[map]]\neq = 'layer.{{l}} [a] <=> l.{{l}} [a]'\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "config", "options", "number"),
+    [
+        ("3", None, {}, 3),
+        ("'count'", {"count": 2}, {}, 2),
+        ("'count + 1'", {"count": 0}, {}, 1),
+        ("['count', 3]", None, {}, 3),
+        ("['count', 3]", {"count": 1}, {}, 1),
+        ("'count'", None, {"axis": {"n": 1}}, 1),
+    ],
+)
+def test_a_length_in_a_name(
+    tmp_path: Path, given: str, config: dict[str, int] | None, options: dict[str, Any], number: int
+) -> None:
+    """Names of it are told from others, in either direction."""
+    tensors = {f"layer.{at}": floats(3, first=10 * at) for at in range(4)}
+    path = included(tmp_path / "maps", main="include = ['two.toml']\n" + rename("w", "x"), two=BEHIND.format(given))
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        options = {**options, "config": tmp_path / "config.json"}
+    reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", map=path, **options)
+    made = {f"l.{at}": values for at, values in enumerate(tensors.values()) if at != number}
+    assert_held(tmp_path / "dst", made | {"last": tensors[f"layer.{number}"]})
+    reshard_mpi.transform(tmp_path / "dst", tmp_path / "back", map=path, **options)
+    assert_held(tmp_path / "back", tensors)
+
+
+@pytest.mark.parametrize("given", ["'count'", "3\nm = 4"])
+def test_a_length_in_a_name_that_nothing_tells(tmp_path: Path, given: str) -> None:
+    path = tmp_path / "main.toml"
+    path.write_text(BEHIND.format(given).replace("{=n}", "{=n}" if "count" in given else "{=k}"))
+    with pytest.raises(MapError, match=r"length of an axis that nothing tells") as error:
+        reshard_mpi.plan(source_of(tmp_path, {"layer.0": W}), map=path)
+    assert "--axis" in str(error.value) and "main.toml" in str(error.value)
+
+
 def test_a_map_by_a_link_includes_what_is_beside_it(tmp_path: Path) -> None:
     path = included(tmp_path / "maps", main="include = ['two.toml']\n", two=rename("w", "one"))
     (tmp_path / "link.toml").symlink_to(path)

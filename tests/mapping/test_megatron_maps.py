@@ -308,26 +308,27 @@ def test_state_of_an_optimizer_follows(tmp_path: Path, family: str) -> None:
 
 
 def prediction(both: Both, weights: Weights, sizes: Sizes) -> None:
-    """Add the layer of multi-token prediction that DeepSeek-V3 has behind its 61 others."""
-    layer = Both({}, {})
+    """Add the layer of multi-token prediction that DeepSeek-V3 has behind its others."""
+    layer, at = Both({}, {}), f"model.layers.{sizes.layers}"
     latent_attention(layer, weights, sizes)
     layer.add(weights(sizes.hidden), "post_attention_layernorm.weight", "pre_mlp_layernorm.weight")
     experts(layer, weights, "deepseek", sizes)
-    both.ours.update({f"model.layers.61.{name}": array for name, array in layer.ours.items()})
+    both.ours.update({f"{at}.{name}": array for name, array in layer.ours.items()})
     both.theirs.update({f"mtp.layers.0.transformer_layer.{name}": array for name, array in layer.theirs.items()})
     for name in ("enorm", "hnorm"):
-        both.add(weights(sizes.hidden), f"model.layers.61.{name}.weight", f"mtp.layers.0.{name}.weight")
-    both.add(weights(sizes.hidden, 2 * sizes.hidden), "model.layers.61.eh_proj.weight", "mtp.layers.0.eh_proj.weight")
-    both.add(weights(sizes.hidden), "model.layers.61.shared_head.norm.weight", "mtp.layers.0.final_layernorm.weight")
+        both.add(weights(sizes.hidden), f"{at}.{name}.weight", f"mtp.layers.0.{name}.weight")
+    both.add(weights(sizes.hidden, 2 * sizes.hidden), f"{at}.eh_proj.weight", "mtp.layers.0.eh_proj.weight")
+    both.add(weights(sizes.hidden), f"{at}.shared_head.norm.weight", "mtp.layers.0.final_layernorm.weight")
 
 
-def test_multi_token_prediction(tmp_path: Path) -> None:
-    sizes = Sizes.drawn(50)._replace(queries=4, is_tied=False)
+@pytest.mark.parametrize("seed", few(1, range(50, 56)))
+def test_multi_token_prediction(tmp_path: Path, seed: int) -> None:
+    sizes = Sizes.drawn(seed)._replace(queries=4, is_tied=False)
     both = model_of("deepseek-uneven", sizes, 8)
     prediction(both, Weights(), sizes)
     copies = {
-        "model.layers.61.embed_tokens.weight": both.ours["model.embed_tokens.weight"],
-        "model.layers.61.shared_head.head.weight": both.ours["lm_head.weight"],
+        f"model.layers.{sizes.layers}.embed_tokens.weight": both.ours["model.embed_tokens.weight"],
+        f"model.layers.{sizes.layers}.shared_head.head.weight": both.ours["lm_head.weight"],
     }
     name, options = "hf-deepseek-megatron", {"axis": {"m": 8}}
     assert_same(through(tmp_path, both.ours | copies, name, sizes.config, **options), both.theirs)
