@@ -145,9 +145,10 @@ class ChunkReads:
         for group in groups:
             for route in group.routes:
                 if isinstance(route.tensors, ChunkedTensors):
-                    yield from islice(self._overlaps(group, route, whole=limit is None), limit)
+                    yield from islice(self._overlaps(group, route, limit), limit)
 
-    def _overlaps(self, group: Group, route: ReadGroup, *, whole: bool) -> Iterator[Check]:
+    def _overlaps(self, group: Group, route: ReadGroup, limit: int | None) -> Iterator[Check]:
+        """Yield the checks of overlaps: of all of them, or of parts of some, up to a limit for each list of pieces."""
         tensors = route.tensors
         assert isinstance(tensors, ChunkedTensors)
         for place, name in enumerate(group.names):
@@ -155,9 +156,10 @@ class ChunkReads:
             pieces = tensors.chunk_lists[tensors.chunk_list_ids[number]]
             key = (id(pieces), route.region)
             if key not in self._overlapping:
-                self._overlapping[key] = list(overlapping([box for box, _ in pieces], route.region))
+                found = overlapping([box for box, _ in pieces], route.region)
+                self._overlapping[key] = list(islice(found, limit))
             for first, second, region in self._overlapping[key]:
-                shared = region if whole else next(region.blocks(_SAMPLED_ELEMENTS))
+                shared = region if limit is None else next(region.blocks(_SAMPLED_ELEMENTS))
                 copies = (self._piece(tensors, number, piece, name, shared) for piece in (first, second))
                 yield Check(name, tuple(copies), refuse=True, why="the checkpoint lists the same part of it twice")
 

@@ -21,6 +21,7 @@ from reshard_mpi.formats.megatron.training_tree import NAME, arranged
 from reshard_mpi.formats.megatron.writer import file_name, index_files, locate, read_back, reserve, size_at_most_bytes
 from reshard_mpi.formats.protocol import no_crc as check_crc
 from reshard_mpi.formats.protocol import no_sums as stored_sums
+from reshard_mpi.formats.torch.unpickler import without_collections
 
 
 def files_of(folder: str) -> tuple[str, ...]:
@@ -34,5 +35,6 @@ def open_folder(folder: str) -> dict[int, Manifest]:
     Raises ShardError if a file is missing, not sound, or contradicts others; DisagreementError if files are of several
     saves.
     """
-    read = read_training(folder) if is_torch_dist(folder) else read_legacy(folder)
-    return {0: arranged(read, folder)}
+    with without_collections():
+        read = read_training(folder) if is_torch_dist(folder) else read_legacy(folder)
+        return {0: arranged(read, folder)}

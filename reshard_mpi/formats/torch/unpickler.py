@@ -63,12 +63,12 @@ def load(
     Raises CutShortError if it has no end, PickleError for anything that no checkpoint has: unknown opcodes, what runs
     code, more than fits `budget_bytes`.
     """
-    with _without_collections():
+    with without_collections():
         return _SafeUnpickler(data, start, readers, budget_bytes).run()
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
+def without_collections() -> Iterator[None]:
     """Pause the garbage collector while a million new objects are made that are no garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
