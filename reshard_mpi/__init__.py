@@ -5,6 +5,7 @@ What the command line does, with its options:
     transform(source, target, src_strategy, dst_strategy)   reshard a checkpoint into a folder
     plan(source, src_strategy, dst_strategy)                what that would read, write and need, writing nothing
     verify(source, target)                                  whether a target holds what its source does
+    audit(source)                                           whether it is whole, and its values are a training's
     diff(first, second)                                     whether two checkpoints hold the same tensors
     inspect(path)                                           what a shard, a checkpoint or a strategy holds
     open(source)                                            its tensors by name, read by slices; nothing is converted
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from reshard_mpi.api import (
+        audit,
         convert_checkpoint_by_rank,
         convert_checkpoints,
         diff,
@@ -89,6 +91,7 @@ __all__ = [
     "UnknownTensorError",
     "UsageError",
     "WrongTypeError",
+    "audit",
     "convert_checkpoint_by_rank",
     "convert_checkpoints",
     "diff",

@@ -1,4 +1,4 @@
-"""Offer the public functions (`transform`, `verify`, `diff`, `plan`, `open`, `load_rank`); none uses MPI unasked.
+"""Offer the public functions (`transform`, `verify`, `audit`, `plan`, `open`, `load_rank`); none uses MPI unasked.
 
 Unless a communicator is given they may be called on one rank or on all.
 
@@ -9,6 +9,7 @@ function logs for itself. Worker processes log nothing.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from reshard_mpi.api.calls import (
     OnProgress,
     PathLike,
     check_files,
+    outcome_of,
     public,
     request_of,
     run,
@@ -43,6 +45,7 @@ from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, RunStatus, log
 from reshard_mpi.runs.request import Task
 from reshard_mpi.runs.transform import plan_alone
+from reshard_mpi.soundness.findings import AuditReport, Finding, FindingKind
 
 if TYPE_CHECKING:
     import numpy as np
@@ -274,6 +277,37 @@ def diff(
 
 
 @public
+def audit(
+    source: PathLike,
+    src_strategy: PathLike | None = None,
+    *,
+    allow: str | Iterable[str] = (),
+    select: str | None = None,
+    source_format: str | None = None,
+    src_files: int | None = None,
+    replicas: str = "sample",
+    jobs: int = 1,
+    memory: str | int | None = None,
+    max_active: int | None = None,
+    comm: Any = None,
+    progress: OnProgress | None = None,
+) -> AuditReport:
+    """Audit a checkpoint: whether it is whole, and its values may be from a training. Nothing is written.
+
+    Args:
+        allow: globs; nothing is found in tensors whose names match.
+        src_strategy, select to progress: as in `verify`.
+
+    The findings are in the report, and those that are wrong for certain in `errors`; `is_sound` tells if there are any.
+    Raises a ReshardError if there is no checkpoint, or an option does not fit it.
+    """
+    begin = time.monotonic()
+    request = request_of(locals())._replace(recorded=False)
+    outcome = outcome_of(request, check_count(jobs, "jobs"), comm, Task.AUDIT, progress=progress)
+    return AuditReport.of(request.source, outcome, time.monotonic() - begin)
+
+
+@public
 def load_rank(
     rank: int,
     source: PathLike | Mapping[int, PathLike],
@@ -315,7 +349,10 @@ def load_rank(
 
 
 __all__ = [
+    "AuditReport",
     "Checkpoint",
+    "Finding",
+    "FindingKind",
     "Plan",
     "RankSummary",
     "Report",
@@ -324,6 +361,7 @@ __all__ = [
     "SourcePart",
     "TargetReport",
     "Tensor",
+    "audit",
     "convert_checkpoint_by_rank",
     "convert_checkpoints",
     "diff",

@@ -15,7 +15,7 @@ from reshard_mpi.options import EXCLUSIVE, OPTIONS, check_number, check_path
 from reshard_mpi.processes import memory_scopes
 from reshard_mpi.processes.comm import Comm, MPIComm, SerialComm
 from reshard_mpi.runs.monitor import monitored
-from reshard_mpi.runs.outcome import Report
+from reshard_mpi.runs.outcome import Outcome, Report
 from reshard_mpi.runs.progress import Display, Progress, RunStatus, Words, log, log_warning
 from reshard_mpi.runs.request import Request, Task
 from reshard_mpi.runs.workers import run_with_workers
@@ -127,6 +127,14 @@ def run(
     Raises the error that refused the run, or one for what has failed in it.
     """
     begin = time.monotonic()
+    outcome = outcome_of(request, processes, communicator, work, progress=progress)
+    return Report.of(outcome, time.monotonic() - begin)
+
+
+def outcome_of(
+    request: Request, processes: int, communicator: Any, work: Task, *, progress: OnProgress | None = None
+) -> Outcome:
+    """Do as `run`, and return all that has come out."""
     comm = SerialComm() if communicator is None else MPIComm(communicator)
     with shown_to(progress, comm) as shown:
         if processes > 1 and communicator is None:
@@ -142,7 +150,7 @@ def run(
         if len(outcome.failures) > 1:
             first.problem += f" (and {len(outcome.failures) - 1} more found)"
         raise first
-    return Report.of(outcome, time.monotonic() - begin)
+    return outcome
 
 
 def check_files(files: object, name: str) -> dict[int, str]:

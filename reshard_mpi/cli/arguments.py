@@ -38,8 +38,8 @@ exit codes:
   3    bad input, refused before anything was written, or no place for what is
        printed
   4    some targets failed or are missing, and are named (the others are
-       complete), verify has found damage, diff a difference, or only the report
-       or the commit record could not be written
+       complete), verify has found damage, diff a difference, audit an error, or
+       only the report or the commit record could not be written
   5    it can never fit the memory that is allowed, refused before anything was
        written
   130  interrupted
@@ -179,6 +179,18 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
         help="with --values: list the N tensors that differ most (default: 20, and all with --json)",
     )
     output.add_argument("--json", action="store_true", help="with --values: print it as JSON")
+
+
+def _add_audit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=path, metavar="CKPT", help="a checkpoint")
+    add(strategies_of(parser), "src_strategy", "how CKPT is sharded (default: as its shards say)")
+    add_files(parser, "CKPT")
+    add_comparison(parser, "hold the strategy against CKPT")
+    judged = parser.add_argument_group("what counts")
+    add(judged, "allow", "find nothing wrong with tensors whose names match (repeatable)")
+    add(judged, "strict", "end with exit code 4 for notes too")
+    output = add_output(parser, "every finding, however many there are,")
+    output.add_argument("--json", action="store_true", help="print it as JSON")
 
 
 def _add_commit(parser: argparse.ArgumentParser) -> None:
@@ -349,7 +361,7 @@ def request(options: argparse.Namespace) -> Request:
         if name in Request._fields
     }
     given["target"] = getattr(options, "target", None) or options.source
-    return Request.of(given)._replace(recorded=options.command not in ("verify", "diff"))
+    return Request.of(given)._replace(recorded=options.command not in ("verify", "diff", "audit"))
 
 
 _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
@@ -359,6 +371,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
         "check that DST holds what SRC does, whatever their layouts; without DST, that SRC fits its own sums",
         _add_verify,
     ),
+    "audit": ("check that a checkpoint is whole, and that its values can be from a training", _add_audit),
     "diff": ("check that two checkpoints hold the same tensors, whatever their formats and layouts", _add_diff),
     "commit": ("check that all targets in DST are complete, and write DST/reshard.json", _add_commit),
     "ranks": ("list the source ranks that target rank R needs, one per line", _add_ranks),

@@ -312,6 +312,26 @@ def _diff_values(options: argparse.Namespace) -> int:
     return 0 if found.passes else DifferenceError.exit_code
 
 
+def _audit(options: argparse.Namespace) -> int:
+    begin = time.monotonic()
+    from reshard_mpi.runs.request import Task
+    from reshard_mpi.soundness.findings import AuditReport
+
+    with _world(options) as group:
+        outcome = _run(Task.AUDIT, options, group)
+        for failure in outcome.failures:
+            raise failure.named(alone=outcome.processes <= 1)
+        report = AuditReport.of(options.source, outcome, time.monotonic() - begin)
+        if group.rank == 0:
+            _tell(outcome, options)
+            if options.json:
+                show(json.dumps(report.as_json(), indent=1))
+            else:
+                told = report.as_lines(is_all=options.verbose)
+                show("\n".join((*told, *(() if options.quiet else (report.summary(),)))))
+    return 0 if report.is_sound(strict=options.strict) else DamageError.exit_code
+
+
 def _finds(work: Task, what: str, options: argparse.Namespace, sound: Callable[[Outcome, float], str]) -> bool:
     """Do work that compares, and print its findings; tell whether there are any.
 
@@ -437,6 +457,7 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "transform": _transform,
     "plan": _plan,
     "verify": _verify,
+    "audit": _audit,
     "diff": _diff,
     "commit": _commit,
     "ranks": _ranks,

@@ -94,27 +94,30 @@ def planned_sides(
     require_same_choice(comm, first.source.files, second.source.files)
     if comm.rank == 0:
         progress.display.reading(first.source.summary_text)
-    lost = _compare_replicas((first, second), comm, progress)
+    lost = compare_copies([(side.source, side.plan) for side in (first, second)], comm, progress)
     return first, second, planned.joined([Outcome(lost=lost)])
 
 
-def _compare_replicas(sides: Sequence[DiffSide], comm: Comm, progress: Progress) -> tuple[UnusableShard, ...]:
-    """Compare the replicas on either side that must be the same before one stands for all, as a transform does.
+def compare_copies(
+    planned: Sequence[tuple[SourceCheckpoint, RankPlan]], comm: Comm, progress: Progress
+) -> tuple[UnusableShard, ...]:
+    """Compare the replicas in checkpoints that must be the same before one stands for all, as a transform does.
 
-    Returns the shards of both that could not be read. Raises, the same on all processes, what `compare` raises.
+    Args:
+        planned: each with the plan of all that it holds.
+
+    Returns the shards that could not be read. Raises, the same on all processes, what `compare` raises.
     """
-    if not any(side.plan.alike for side in sides):
+    if not any(plan.alike for _, plan in planned):
         return ()
-    mine = [list(partition_for(side.plan.alike, comm.rank, comm.size)) for side in sides]
-    size_bytes = sum(alike.size_bytes for side in sides for alike in side.plan.alike)
+    mine = [list(partition_for(plan.alike, comm.rank, comm.size)) for _, plan in planned]
+    size_bytes = sum(alike.size_bytes for _, plan in planned for alike in plan.alike)
     own_bytes = sum(alike.size_bytes for of_side in mine for alike in of_side)
     progress.begin(ProgressStage("comparing copies", size_bytes), own_bytes)
 
     def compare_mine() -> tuple[UnusableShard, ...]:
         counted = SliceCounter(progress.moved, own_bytes)
-        lost = [
-            lost for side, of_side in zip(sides, mine) for lost in compare(side.source, of_side, LIMITS, counted.add)
-        ]
+        lost = [lost for (source, _), own in zip(planned, mine) for lost in compare(source, own, LIMITS, counted.add)]
         counted.end()
         return tuple(lost)
 

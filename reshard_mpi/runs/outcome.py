@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from reshard_mpi.processes.comm import Comm
     from reshard_mpi.runs.plan_conversion import Conversion
     from reshard_mpi.runs.value_comparison import ValueComparison
+    from reshard_mpi.soundness.findings import Finding
 
 
 class TargetReport(NamedTuple):
@@ -107,6 +108,7 @@ class Outcome(NamedTuple):
     processes: int = 0  # how many the run had
     missing: MissingRanks | None = None  # source ranks without a shard
     comparison: ValueComparison | None = None  # of two checkpoints in numbers
+    findings: tuple[Finding, ...] = ()  # of an audit
 
     @classmethod
     def begun(cls, conversion: Conversion, notes: tuple[str, ...] = ()) -> Outcome:

@@ -97,6 +97,7 @@ class Request(NamedTuple):
     like: str | None = None  # path of a checkpoint whose names and shapes the target gets
     atol: float = 0.0  # how far numbers a and b that are compared may be apart: atol + rtol * |b|
     rtol: float = 0.0
+    allow: tuple[str, ...] = ()  # globs; an audit finds nothing wrong with tensors whose names match
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Request:
@@ -193,6 +194,7 @@ class Task(StrEnum):
     VERIFY_ALONE = "runs.verify_command:verify_alone"
     DIFF = "runs.diff:diff"
     DIFF_VALUES = "runs.diff_values:diff_values"
+    AUDIT = "soundness.command:audit"
 
     def load(self) -> TaskFunction:
         """Import the function's module, and return the function."""

@@ -236,6 +236,24 @@ def verify_alone(
     Where the request names ranks, only their shards are verified, each by itself. Damage is in the outcome's failures.
     Raises a ReshardError, the same on every process, if it cannot be verified, for instance since it keeps no sums.
     """
+    files, outcome = verify_by_sums(request, comm, progress, memory)
+    checked = outcome.checked
+    if not outcome.failures and not any(shard.by for shard in checked):
+        raise _no_sums(files.path)
+    unknown = [shard.rank for shard in checked if not shard.by]
+    if unknown:
+        note = f"{len(unknown)} of {len(checked)} shards keep no sums, that of rank {unknown[0]} the first"
+        outcome = outcome._replace(notes=(*outcome.notes, note))
+    return outcome
+
+
+def verify_by_sums(
+    request: Request, comm: Comm, progress: Progress, memory: RunMemory
+) -> tuple[shard_files.ShardFiles, Outcome]:
+    """Verify shards against the sums that are kept of them, if any are; return the files and the outcome.
+
+    Args and errors as for `verify_alone`, but that no sums are no error.
+    """
 
     def begin() -> tuple[shard_files.ShardFiles, Governor]:
         return request.shard_files(), memory.open()
@@ -263,14 +281,8 @@ def verify_alone(
     all_checked = request.rank is None
     damage = check_together(files, outcome.checked, sound=not outcome.failures) if all_checked else ()
     outcome = outcome._replace(failures=(*outcome.failures, *(Failure.here(None, comm, error) for error in damage)))
-    if not outcome.failures and not any(checked.by for checked in outcome.checked):
-        raise _no_sums(files.path)
-    unknown = [checked.rank for checked in outcome.checked if not checked.by]
-    if unknown:
-        note = f"{len(unknown)} of {len(ranks)} shards keep no sums, that of rank {unknown[0]} the first"
-        outcome = outcome._replace(notes=(*outcome.notes, note))
     by_others = [checked.rank for checked in outcome.checked if BY_RECORD not in checked.by]
-    return outcome._replace(modified=modified_shards({rank: files.by_rank[rank] for rank in by_others}))
+    return files, outcome._replace(modified=modified_shards({rank: files.by_rank[rank] for rank in by_others}))
 
 
 def _each(

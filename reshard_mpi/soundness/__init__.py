@@ -1,0 +1,1 @@
+"""Judge whether a checkpoint is whole, by its files, its values, its training state and its model's definition."""
