@@ -23,7 +23,7 @@ _EXIT = re.compile(r"exit (\d+)")
 # What differs from run to run: seconds, and rates.
 _VARYING = re.compile(r"\b\d+(?:\.\d+)? s\b|\d+(?:\.\d+)? [KMGT]?i?B/s")
 # What a run that takes longer than usual, as any does on a busy machine, says of its progress.
-_STAGES = "starting|planning|checking sources|comparing copies|comparing|writing|verifying"
+_STAGES = "starting|planning|checking sources|comparing copies|comparing|writing|verifying|auditing"
 _PROGRESS = re.compile(rf"^(?:{_STAGES})(?:: |, | \d)[^\n]*\n", re.MULTILINE)
 _RUNNERS = {"sh": "bash", "python": "python"}
 
