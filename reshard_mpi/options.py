@@ -322,6 +322,7 @@ OPTIONS = {
         Option("dtype", TEXTS, "[GLOB=]TYPE", (), is_recorded=True),
         Option("include", TEXTS, "GLOB", (), is_recorded=True),
         Option("exclude", TEXTS, "GLOB", (), is_recorded=True),
+        Option("before", PATH, "CHECKPOINT"),
         Option("allow", TEXTS, "GLOB", ()),
         Option("accumulated", one_of("mean", "sum", "refuse"), default="refuse", is_recorded=True),
         Option("to", TARGET_FORMAT, is_recorded=True),

@@ -281,6 +281,13 @@ def audit(
     source: PathLike,
     src_strategy: PathLike | None = None,
     *,
+    config: PathLike | None = None,
+    like: PathLike | None = None,
+    before: PathLike | None = None,
+    map: PathLike | Iterable[PathLike] | None = None,
+    forward: bool = False,
+    reverse: bool = False,
+    axis: Mapping[str, int] | str | Iterable[str] = (),
     allow: str | Iterable[str] = (),
     select: str | None = None,
     source_format: str | None = None,
@@ -295,6 +302,10 @@ def audit(
     """Audit a checkpoint: whether it is whole, and its values may be from a training. Nothing is written.
 
     Args:
+        config: the model's folder, or its config.json, whose names and shapes the checkpoint should have (None: that
+            in the checkpoint's folder, if there is one); like: a checkpoint whose names and shapes it should have.
+        before: the checkpoint that the same training has saved before, whose norms are compared.
+        map to axis: as in `transform`; they give the tensors the names of config or like.
         allow: globs; nothing is found in tensors whose names match.
         src_strategy, select to progress: as in `verify`.
 

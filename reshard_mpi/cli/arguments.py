@@ -13,6 +13,7 @@ from reshard_mpi.cli.option_parser import (
     add,
     add_accumulated,
     add_comparison,
+    add_equations,
     add_files,
     add_jobs,
     add_map,
@@ -185,6 +186,16 @@ def _add_audit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=path, metavar="CKPT", help="a checkpoint")
     add(strategies_of(parser), "src_strategy", "how CKPT is sharded (default: as its shards say)")
     add_files(parser, "CKPT")
+    model = parser.add_argument_group("what it should have")
+    add(
+        model,
+        "config",
+        "the model's folder or its config.json: names and shapes must be the ones with which transformers saves it"
+        " (default: the config.json beside the files of CKPT)",
+    )
+    add(model, "like", "a checkpoint whose names and shapes CKPT must have")
+    add(model, "before", "the checkpoint that the training has saved before: its norms must be near")
+    add_equations(model, "CKPT")
     add_comparison(parser, "hold the strategy against CKPT")
     judged = parser.add_argument_group("what counts")
     add(judged, "allow", "find nothing wrong with tensors whose names match (repeatable)")

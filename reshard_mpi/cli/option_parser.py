@@ -99,23 +99,8 @@ def add_files(command: argparse.ArgumentParser, source: str, *, rank: str = "") 
 
 def add_map(command: argparse.ArgumentParser, source: str = "SRC", target: str = "the target") -> None:
     parser = command.add_argument_group("what becomes of tensors")
-    add(
-        parser,
-        "map",
-        f"take the tensors of {source} through the equations of a map, a file or one that comes with the program,"
-        " or through an equation ('LEFT <=> RIGHT'): other names, shapes and types (repeatable: each is applied to what"
-        " the one before it has made; reshard-mpi help maps)",
-    )
-    direction = parser.add_mutually_exclusive_group()
-    add(direction, "forward", "read every map from left to right (default: as the names tell, for each map)")
-    add(direction, "reverse", "read every map from right to left")
+    add_equations(parser, source)
     add(parser, "config", "the model's configuration, for [axes] of maps")
-    add(
-        parser,
-        "axis",
-        "the length of an axis of the map, such as what a vocabulary is padded to a multiple of, before what [axes]"
-        " says of it (repeatable)",
-    )
     add(
         parser,
         "like",
@@ -131,6 +116,26 @@ def add_map(command: argparse.ArgumentParser, source: str = "SRC", target: str =
     add(parser, "include", f"take only tensors whose names match, as they are named in {target} (repeatable)")
     add(parser, "exclude", f"leave out tensors whose names match, as they are named in {target} (repeatable)")
     add_accumulated(parser)
+
+
+def add_equations(parser: argparse._ArgumentGroup, source: str) -> None:
+    """Add the options for maps alone."""
+    add(
+        parser,
+        "map",
+        f"take the tensors of {source} through the equations of a map, a file or one that comes with the program,"
+        " or through an equation ('LEFT <=> RIGHT'): other names, shapes and types (repeatable: each is applied to what"
+        " the one before it has made; reshard-mpi help maps)",
+    )
+    direction = parser.add_mutually_exclusive_group()
+    add(direction, "forward", "read every map from left to right (default: as the names tell, for each map)")
+    add(direction, "reverse", "read every map from right to left")
+    add(
+        parser,
+        "axis",
+        "the length of an axis of the map, such as what a vocabulary is padded to a multiple of, before what [axes]"
+        " says of it (repeatable)",
+    )
 
 
 def add_accumulated(parser: argparse._ActionsContainer) -> None:

@@ -97,6 +97,7 @@ class Request(NamedTuple):
     like: str | None = None  # path of a checkpoint whose names and shapes the target gets
     atol: float = 0.0  # how far numbers a and b that are compared may be apart: atol + rtol * |b|
     rtol: float = 0.0
+    before: str | None = None  # path of the previous checkpoint of the training, for an audit
     allow: tuple[str, ...] = ()  # globs; an audit finds nothing wrong with tensors whose names match
 
     @classmethod

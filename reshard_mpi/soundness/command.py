@@ -5,22 +5,28 @@ Each process reads its share of the tensors, and process 0 judges what all of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
+from reshard_mpi.checkpoints.discovery import find_shards
 from reshard_mpi.checkpoints.opening import require_same_choice
 from reshard_mpi.errors import CoverageError, DamageError, DisagreementError, ReshardError, ShardError, SourceError
+from reshard_mpi.mapping.tensor_kinds import TensorKind, kind_of
 from reshard_mpi.planning.source_flaws import UnusableShard
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.diff import compare_copies
 from reshard_mpi.runs.outcome import Checked, Outcome, agreed, together
+from reshard_mpi.runs.plan_conversion import apply_map
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, ProgressStage
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.verify_command import verify_by_sums
 from reshard_mpi.soundness.audited_checkpoint import AuditedCheckpoint, broken, open_audited, read_contents
 from reshard_mpi.soundness.content import TensorContent
+from reshard_mpi.soundness.definition import Definition, ModelConfig, ModelProcess
 from reshard_mpi.soundness.findings import Finding, FindingKind, worst_first
-from reshard_mpi.soundness.value_findings import value_findings
+from reshard_mpi.soundness.value_findings import changed_norms, value_findings
+from reshard_mpi.text import shortened
 
 # Errors that say what is wrong with files, and with a checkpoint once these have been found.
 _OF_FILES = (ShardError, CoverageError, DisagreementError, DamageError)
@@ -37,36 +43,159 @@ def audit(
     Raises a ReshardError, the same on all processes, if there is no checkpoint, or options do not fit it.
     """
     progress.begin(ProgressStage("planning"))
+    config = agreed(lambda: _config(request), comm)
+    with _asked(config if comm.rank == 0 else None) as model:
+        try:
+            files = agreed(request.shard_files, comm)
+        except _OF_FILES as error:
+            return _unopened(error, request, comm)
+        require_same_choice(comm, files)
+        like = agreed(lambda: _like(request, comm, memory), comm)
+        previous = _previous(request, comm, progress, memory)
+        try:
+            opened = agreed(lambda: open_audited(request, files, comm, memory, strategies), comm)
+            lost = compare_copies([(opened.source, opened.plan)], comm, progress)
+        except _BROKEN as error:
+            return _unopened(error, request, comm)
+        shapes = agreed(lambda: _in_names_of_the_model(request, config, opened), comm)
+        agreed(lambda: _require_same_weights(opened, previous, request), comm)
+        if comm.rank == 0:
+            progress.display.reading(opened.source.summary_text)
+        summed = verify_by_sums(request, comm, progress, memory)[1]
+        contents, unreadable = _all_contents(opened, comm, progress)
+
+        def judged() -> Outcome:
+            if comm.rank:
+                return opened.outcome
+            by = [_STRUCTURE, *([_SUMS] if any(shard.by for shard in summed.checked) else []), _VALUES]
+            notes = list(opened.outcome.notes)
+            found = [
+                *opened.flaws(),
+                *_of_lost(lost),
+                *(broken(failure.error, "", failure.rank) for failure in summed.failures),
+                *unreadable,
+                *value_findings(contents, opened.place),
+                *changed_norms(contents, previous or {}, opened.place),
+            ]
+            by += [f"the norms of {request.before}"] if previous is not None else []
+            digests = {} if request.map else {content.name: content.key for content in contents}
+            for definition in (like, None if model is None else model.result()):
+                if isinstance(definition, str):
+                    notes.append(definition)
+                elif definition is not None:
+                    by.append(definition.origin)
+                    found += _by_definition(definition, config, shapes, digests, opened)
+            if config is not None and config.is_quantised:
+                notes.append(f"the tensors are not held against {config.path}, since the model is quantised")
+            checked = _checked(opened, contents, tuple(by))
+            findings = worst_first(found, request.allow)
+            return opened.outcome._replace(findings=findings, checked=checked, notes=tuple(notes))
+
+        return Outcome(processes=comm.size).joined(comm.allgather(agreed(judged, comm)))
+
+
+def _config(request: Request) -> ModelConfig | None:
+    if request.config is not None:
+        return ModelConfig.named(request.config)
+    return None if request.like is not None else ModelConfig.beside(request.source)
+
+
+@contextmanager
+def _asked(config: ModelConfig | None) -> Iterator[ModelProcess | None]:
+    """Have the definition of a model found, while the checkpoint is read."""
+    if config is None or config.is_quantised:
+        yield None
+        return
+    process = ModelProcess(config)
     try:
-        files = agreed(request.shard_files, comm)
-    except _OF_FILES as error:
-        return _unopened(error, request, comm)
-    require_same_choice(comm, files)
+        yield process
+    finally:
+        process.close()
+
+
+def _by_definition(
+    definition: Definition,
+    config: ModelConfig | None,
+    shapes: Mapping[str, tuple[int, ...]],
+    digests: Mapping[str, object],
+    opened: AuditedCheckpoint,
+) -> list[Finding]:
+    """Return the findings by a definition. Raises SourceError for the definition of another model.
+
+    But a configuration that only lies beside the files is one of the things that may be wrong with them.
+    """
     try:
-        opened = agreed(lambda: open_audited(request, files, comm, memory, strategies), comm)
-        lost = compare_copies([(opened.source, opened.plan)], comm, progress)
-    except _BROKEN as error:
-        return _unopened(error, request, comm)
-    if comm.rank == 0:
-        progress.display.reading(opened.source.summary_text)
-    summed = verify_by_sums(request, comm, progress, memory)[1]
+        return [*definition.findings(shapes, digests, opened.place, opened.source.files.path)]
+    except SourceError as error:
+        if definition.is_all or config is None or config.is_asked_for:
+            raise
+        return [broken(error)._replace(kind=FindingKind.MISSING, file=str(config.path))]
+
+
+def _in_names_of_the_model(
+    request: Request, config: ModelConfig | None, opened: AuditedCheckpoint
+) -> Mapping[str, tuple[int, ...]]:
+    """Return the shapes of all tensors by the names that maps give them. Raises MapError if a map does not fit."""
+    if not request.map:
+        return opened.shapes
+    path = None if config is None else str(config.path)
+    mapped, _ = apply_map(request._replace(config=path, like=None), opened.conversion)
+    plan = mapped.plan(0, checked=False)
+    return {name: group.kind.shape for group in plan.tensors.groups for name in group.names}
+
+
+def _opened_other(path: str, request: Request, comm: Comm, memory: RunMemory) -> AuditedCheckpoint:
+    """Open another checkpoint, which is cut as the audited one is, or says itself how."""
+    other = Request(path, path, request.src_strategy, replicas=request.replicas)
+    return open_audited(other, find_shards(path, role="other"), comm, memory, None)
+
+
+def _like(request: Request, comm: Comm, memory: RunMemory) -> Definition | None:
+    """Return the tensors of the other checkpoint that this one is to be like, if one is named."""
+    if request.like is None:
+        return None
+    return Definition(request.like, _opened_other(request.like, request, comm, memory).shapes, is_all=True)
+
+
+def _previous(request: Request, comm: Comm, progress: Progress, memory: RunMemory) -> dict[str, TensorContent] | None:
+    """Return descriptions of the values of the previous checkpoint, if one is named."""
+    before = request.before
+    if before is None:
+        return None
+    opened = agreed(lambda: _opened_other(before, request, comm, memory), comm)
+    return {content.name: content for content in _all_contents(opened, comm, progress)[0]}
+
+
+def _require_same_weights(
+    opened: AuditedCheckpoint, previous: Mapping[str, TensorContent] | None, request: Request
+) -> None:
+    """Raise SourceError if the previous checkpoint has other weights by name."""
+    if previous is None:
+        return
+    ours, theirs = (
+        dict.fromkeys(name for name in names if kind_of(name) is TensorKind.MODEL)
+        for names in (opened.shapes, previous)
+    )
+    for names, others, path in ((ours, theirs, request.before), (theirs, ours, request.source)):
+        alone = [repr(name) for name in names if name not in others]
+        if alone:
+            raise SourceError(
+                "the previous checkpoint has other tensors",
+                expected="the same names in both",
+                got=f"not there: {shortened(alone)}",
+                where=str(path),
+                remedy="give the checkpoint that the same training has saved before",
+            )
+
+
+def _all_contents(
+    opened: AuditedCheckpoint, comm: Comm, progress: Progress
+) -> tuple[list[TensorContent], list[Finding]]:
+    """Read all tensors, each process its share; return descriptions of their values, and findings on the others."""
     shares = together(comm, lambda: read_contents(opened, comm, progress))
     of_all = (content for own, _ in shares for content in own)
     contents = sorted(of_all, key=lambda content: opened.numbers[content.name])
-    findings: tuple[Finding, ...] = ()
-    if comm.rank == 0:
-        found = [
-            *opened.flaws(),
-            *_of_lost(lost),
-            *(broken(failure.error, "", failure.rank) for failure in summed.failures),
-            *(unreadable for _, of_share in shares for unreadable in of_share),
-            *value_findings(contents, opened.place),
-        ]
-        findings = worst_first(found, request.allow)
-    by = (_STRUCTURE, *((_SUMS,) if any(shard.by for shard in summed.checked) else ()), _VALUES)
-    checked = _checked(opened, contents, by) if comm.rank == 0 else ()
-    own = opened.outcome._replace(findings=findings, checked=checked)
-    return Outcome(processes=comm.size).joined(comm.allgather(own))
+    return contents, [finding for _, findings in shares for finding in findings]
 
 
 def _unopened(error: ReshardError, request: Request, comm: Comm) -> Outcome:

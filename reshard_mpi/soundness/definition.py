@@ -1,0 +1,277 @@
+"""Hold the names and shapes of tensors against a model's definition (`Definition`, `ModelProcess`).
+
+The definition is that of transformers, found in a process of its own (`model_definition_main`), or another checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reshard_mpi.errors import SourceError, UsageError
+from reshard_mpi.mapping.tensor_kinds import TensorKind, kind_of
+from reshard_mpi.processes.imports import fresh_interpreter, import_environment
+from reshard_mpi.soundness.findings import Finding, FindingKind
+from reshard_mpi.text import one_line
+
+Shape = tuple[int, ...]
+
+_CONFIG = "config.json"
+_PROGRAM = "from reshard_mpi.soundness.model_definition_main import main; main()"
+_MOST_CONFIG_BYTES = 16 << 20
+# Names of a model by which the prefix is found that its names have in a checkpoint.
+_COMPARED_NAMES = 64
+_TIMEOUT_SECONDS = 900
+# Another model lacks at least a tenth of the tensors, and has others.
+_SURPLUS_OF_ANOTHER = 10
+
+
+class ModelConfig(NamedTuple):
+    """The configuration of a model, as Hugging Face keeps it.
+
+    Attributes:
+        is_asked_for: whether the user has named it; else it lies beside the files, and what cannot be checked by it is
+            only said.
+    """
+
+    path: Path
+    values: dict[str, Any]
+    is_asked_for: bool
+
+    @property
+    def architecture(self) -> str:
+        """The name of the model's class."""
+        return str(self.values["architectures"][0])
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the model is quantised: its scales have names that no class of the model tells."""
+        return "quantization_config" in self.values
+
+    @classmethod
+    def named(cls, path: str) -> ModelConfig:
+        """Read the configuration that a user names: a file, or the folder of `config.json`."""
+        file = Path(path)
+        file = file / _CONFIG if file.is_dir() else file
+        values = _read(file)
+        if values is None:
+            raise UsageError(
+                "this is no configuration of a model",
+                expected='JSON with "architectures" and "model_type", as transformers writes it',
+                got="no such file" if not file.exists() else "something else",
+                where=str(file),
+                remedy="give the folder that has the model's config.json, or that file",
+            )
+        config = cls(file, values, True)
+        if config.is_quantised:
+            raise SourceError(
+                "the model is quantised, so its tensors have scales that its class does not tell",
+                expected="the configuration of the model in floating point",
+                got='"quantization_config"',
+                where=str(file),
+                remedy="give --like another checkpoint of the model",
+            )
+        return config
+
+    @classmethod
+    def beside(cls, source: str) -> ModelConfig | None:
+        """Return the configuration in the folder of a checkpoint, if there is one."""
+        folder = Path(source)
+        file = (folder if folder.is_dir() else folder.parent) / _CONFIG
+        values = _read(file)
+        return None if values is None else cls(file, values, False)
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """Return a model's configuration; None if the file is none."""
+    try:
+        if not file.is_file() or file.stat().st_size > _MOST_CONFIG_BYTES:
+            return None
+        values = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    names = values.get("architectures") if isinstance(values, dict) else None
+    is_config = isinstance(names, list) and names and isinstance(names[0], str) and "model_type" in values
+    return values if is_config else None
+
+
+class Definition(NamedTuple):
+    """The tensors that a checkpoint should have.
+
+    Example: `Definition("LlamaForCausalLM", {"model.norm.weight": (64,)}, tied={"lm_head.weight": "model.embed..."})`.
+    """
+
+    origin: str  # where it comes from, for people
+    shapes: Mapping[str, Shape]
+    optional: frozenset[str] = frozenset()  # names that need not be there
+    tied: Mapping[str, str] = {}  # names of tensors that are others once more, with the names of these
+    ignored: tuple[str, ...] = ()  # expressions; other tensors whose names have one may be there
+    prefix: str = ""  # which names may lack, or have in addition
+    is_all: bool = False  # whether it has the state of a training too; else it is about the model alone
+
+    def findings(
+        self,
+        shapes: Mapping[str, Shape],
+        digests: Mapping[str, object],
+        place: Callable[[str], tuple[int | None, str]],
+        where: str,
+    ) -> Iterator[Finding]:
+        """Yield what is missing, too much, of another shape, or unlike the tensor that it is tied to.
+
+        Args:
+            shapes: of all tensors of the checkpoint.
+            digests: of their values, by name; equal ones have equal values.
+            where: the path of the checkpoint.
+
+        Raises SourceError if the checkpoint has nothing of the definition.
+        """
+        own = self._own_names(shapes)
+        common = [name for name in self.shapes if name in own]
+        ignored = [re.compile(each) for each in self.ignored]
+        surplus = [name for name in own if name not in self.shapes and not any(each.search(name) for each in ignored)]
+        # A checkpoint that lacks most of a model has hardly anything else.
+        lacks_most = 2 * len(common) < len(self.shapes) and _SURPLUS_OF_ANOTHER * len(surplus) > len(own)
+        if lacks_most or not any(shapes[own[name]] == self.shapes[name] for name in common):
+            raise self._another_model(shapes, surplus, where)
+        present = {self.tied.get(name, name) for name in own} | own.keys()
+        for name, shape in self.shapes.items():
+            if name in own:
+                got = shapes[own[name]]
+                if got != shape:
+                    detail = f"shape {list(got)}, and {list(shape)} in {self.origin}"
+                    yield Finding(FindingKind.SHAPE, own[name], *place(own[name]), detail)
+            elif name not in self.optional and self.tied.get(name, name) not in present:
+                detail = f"not there, and {self.origin} has it in shape {list(shape)}"
+                yield Finding(FindingKind.MISSING, name, None, where, detail)
+        for name in surplus:
+            detail = f"{self.origin} has no tensor of this name"
+            yield Finding(FindingKind.SURPLUS, own[name], *place(own[name]), detail)
+        for name, other in self.tied.items():
+            first, second = digests.get(own.get(name, "")), digests.get(own.get(other, ""))
+            if first is not None and second is not None and first != second:
+                detail = f"its values are not those of {own[other]!r}, to which {self.origin} ties it"
+                yield Finding(FindingKind.TIED, own[name], *place(own[name]), detail)
+
+    def _own_names(self, shapes: Mapping[str, Shape]) -> dict[str, str]:
+        """Return the names of a checkpoint's tensors by those that the definition has for them."""
+        if self.is_all:
+            return {name: name for name in shapes}
+        weights = [name for name in shapes if kind_of(name) is TensorKind.MODEL]
+        step = max(1, len(self.shapes) // _COMPARED_NAMES)
+        sampled = list(self.shapes)[::step]
+        ends = Counter(
+            name.removesuffix(each)
+            for each in sampled
+            for name in weights
+            if name.endswith(each) and (len(name) == len(each) or name[-len(each) - 1] == ".")
+        )
+        added = max(ends, key=lambda each: (ends[each], -len(each)), default="")
+        own = {name.removeprefix(added): name for name in weights if name.startswith(added)}
+        base = f"{self.prefix}."
+        if self.prefix and not any(name in self.shapes for name in own):
+            without = {f"{base}{name}": stored for name, stored in own.items()}
+            with_base = {name.removeprefix(base): stored for name, stored in own.items()}
+            own = max((own, without, with_base), key=lambda each: sum(name in self.shapes for name in each))
+        return own
+
+    def _another_model(self, shapes: Mapping[str, Shape], surplus: list[str], where: str) -> SourceError:
+        ours, theirs = (
+            next((name for name in names if of.get(name) != others.get(name)), "")
+            for names, of, others in ((self.shapes, self.shapes, shapes), (surplus or shapes, shapes, self.shapes))
+        )
+        return SourceError(
+            f"the checkpoint is of another model than {self.origin}",
+            expected=f"{ours!r} of shape {list(self.shapes.get(ours, ()))} and the like",
+            got=f"{theirs!r} of shape {list(shapes.get(theirs, ()))} and the like",
+            where=where,
+            remedy="give the model's own configuration; --map where the checkpoint has other names",
+        )
+
+
+class ModelProcess:
+    """The process that finds the definition of a model, while the checkpoint is read."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._process = subprocess.Popen(
+            fresh_interpreter(_PROGRAM),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **import_environment()},
+            process_group=0,
+        )
+        assert self._process.stdin is not None
+        with (
+            contextlib.suppress(BrokenPipeError),
+            self._process.stdin as stream,
+        ):  # how it has ended is told by `result`
+            stream.write(json.dumps(config.values).encode())
+        self._process.stdin = None
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.communicate()
+
+    def result(self) -> Definition | str:
+        """Return the definition; or why there is none, in a sentence, for a configuration that was not asked for.
+
+        Raises UsageError or SourceError in place of the sentence if the user has named the configuration.
+        """
+        config, answer = self._config, dict[str, Any]()
+        try:
+            text, _ = self._process.communicate(timeout=_TIMEOUT_SECONDS)
+            answer = json.loads(text)
+        except (subprocess.TimeoutExpired, ValueError):
+            self.close()
+        if "tensors" in answer:
+            return Definition(
+                f"{one_line(config.architecture)} of transformers {answer['version']}",
+                {name: tuple(shape) for name, shape in answer["tensors"].items()},
+                frozenset((*answer["optional"], *_matching(answer["unsaved"], answer["tensors"]))),
+                answer["tied"],
+                tuple(answer["ignored"]),
+                answer["prefix"],
+            )
+        return self._none(answer)
+
+    def _none(self, answer: Mapping[str, Any]) -> str:
+        config = self._config
+        unchecked = f"the tensors are not held against {config.path}"
+        if "lacks" in answer:
+            if not config.is_asked_for:
+                return f"{unchecked}, which takes transformers and torch: pip install transformers torch"
+            raise UsageError(
+                "a model's definition is that of transformers, which cannot be imported",
+                expected="transformers and torch",
+                got=answer["lacks"],
+                remedy="pip install transformers torch; or give --like another checkpoint of the model",
+            )
+        got = f"{config.architecture!r}, model_type {config.values['model_type']!r}"
+        if "unknown" in answer:
+            remote = ", but in code that comes with the model, and is never run" if "auto_map" in config.values else ""
+            problem = f"transformers {answer['unknown']} has no such architecture{remote}"
+        else:
+            problem = f"transformers can make no model of it ({answer.get('fails', 'it ran out of time or memory')})"
+        if not config.is_asked_for:
+            return f"{unchecked}: {problem}: {got}"
+        raise SourceError(
+            problem,
+            expected="an architecture that transformers has, and a configuration that fits it",
+            got=got,
+            where=str(config.path),
+            remedy="update transformers, or give --like another checkpoint of the model",
+        )
+
+
+def _matching(expressions: list[str], names: Mapping[str, object]) -> list[str]:
+    return [name for name in names if any(re.search(each, name) for each in expressions)]
