@@ -327,8 +327,9 @@ def _audit(options: argparse.Namespace) -> int:
             if options.json:
                 show(json.dumps(report.as_json(), indent=1))
             else:
-                told = report.as_lines(is_all=options.verbose)
-                show("\n".join((*told, *(() if options.quiet else (report.summary(),)))))
+                told = [*report.as_lines(is_all=options.verbose), *([] if options.quiet else [report.summary()])]
+                for line in told:
+                    show(line)
     return 0 if report.is_sound(strict=options.strict) else DamageError.exit_code
 
 

@@ -16,7 +16,7 @@ from reshard_mpi.planning.source_flaws import UnusableShard
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.diff import compare_copies
 from reshard_mpi.runs.outcome import Checked, Outcome, agreed, together
-from reshard_mpi.runs.plan_conversion import apply_map
+from reshard_mpi.runs.plan_conversion import LIMITS, apply_map
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, ProgressStage
 from reshard_mpi.runs.request import Request, Strategies
@@ -25,6 +25,7 @@ from reshard_mpi.soundness.audited_checkpoint import AuditedCheckpoint, broken, 
 from reshard_mpi.soundness.content import TensorContent
 from reshard_mpi.soundness.definition import Definition, ModelConfig, ModelProcess
 from reshard_mpi.soundness.findings import Finding, FindingKind, worst_first
+from reshard_mpi.soundness.training_state import StateOfParameters, differing_copies
 from reshard_mpi.soundness.value_findings import changed_norms, value_findings
 from reshard_mpi.text import shortened
 
@@ -32,7 +33,7 @@ from reshard_mpi.text import shortened
 _OF_FILES = (ShardError, CoverageError, DisagreementError, DamageError)
 _BROKEN = (*_OF_FILES, SourceError)
 # What a checkpoint is held against.
-_STRUCTURE, _SUMS, _VALUES = "structure", "sums", "values"
+_STRUCTURE, _SUMS, _VALUES, _STATE = "structure", "sums", "values", "training state"
 
 
 def audit(
@@ -63,20 +64,25 @@ def audit(
             progress.display.reading(opened.source.summary_text)
         summed = verify_by_sums(request, comm, progress, memory)[1]
         contents, unreadable = _all_contents(opened, comm, progress)
+        state = agreed(lambda: StateOfParameters.of(opened), comm)
+        unlike_weights = _unlike_weights(opened, state, comm, progress)
 
         def judged() -> Outcome:
             if comm.rank:
                 return opened.outcome
             by = [_STRUCTURE, *([_SUMS] if any(shard.by for shard in summed.checked) else []), _VALUES]
-            notes = list(opened.outcome.notes)
+            notes = [*opened.outcome.notes, *state.notes]
             found = [
                 *opened.flaws(),
                 *_of_lost(lost),
-                *(broken(failure.error, "", failure.rank) for failure in summed.failures),
+                *_of_sums(summed, opened),
                 *unreadable,
                 *value_findings(contents, opened.place),
+                *state.findings(opened, {content.name: content for content in contents}),
+                *unlike_weights,
                 *changed_norms(contents, previous or {}, opened.place),
             ]
+            by += [_STATE] if state.tensors else []
             by += [f"the norms of {request.before}"] if previous is not None else []
             digests = {} if request.map else {content.name: content.key for content in contents}
             for definition in (like, None if model is None else model.result()):
@@ -202,6 +208,27 @@ def _unopened(error: ReshardError, request: Request, comm: Comm) -> Outcome:
     """Return the outcome for a checkpoint that cannot be read at all."""
     checked = Checked(0, request.source, 0, 0, (_STRUCTURE,))
     return Outcome(processes=comm.size, findings=(broken(error),), checked=(checked,))
+
+
+def _unlike_weights(
+    opened: AuditedCheckpoint, state: StateOfParameters, comm: Comm, progress: Progress
+) -> list[Finding]:
+    """Return the copies in float32 that are not the weights; each process compares its share."""
+    pairs = state.copies(opened)
+    if not pairs:
+        return []
+    mine = pairs[comm.rank :: comm.size]
+    all_bytes, own_bytes = (sum(opened.tensor(copy).spec.size_bytes for _, copy in some) for some in (pairs, mine))
+    progress.begin(ProgressStage("comparing weights with their copies", all_bytes), own_bytes)
+    found = together(comm, lambda: [*differing_copies(opened, mine, LIMITS, progress.moved)])
+    return [finding for own in found for finding in own]
+
+
+def _of_sums(summed: Outcome, opened: AuditedCheckpoint) -> Iterator[Finding]:
+    """Yield the findings by sums. A file of a folder with an index may be nothing by itself."""
+    for failure in summed.failures:
+        if isinstance(failure.error, DamageError) or not opened.source.files.is_folder:
+            yield broken(failure.error, "", failure.rank)
 
 
 def _of_lost(lost: Sequence[UnusableShard]) -> Iterator[Finding]:

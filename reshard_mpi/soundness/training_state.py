@@ -1,0 +1,262 @@
+"""Hold the state of an optimizer against the parameters (`StateOfParameters`): complete, of one step, the same weights.
+
+Names tell whose state a tensor is, in any framework's form; state by numbers, as torch has it, is told by the groups in
+the file. Whether a parameter is trained is not known, so one without any state is found only if its kin have some.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from reshard_mpi.engine.elements import convert, raw_dtype
+from reshard_mpi.engine.open_files import Files, OnBytes
+from reshard_mpi.engine.read import fill
+from reshard_mpi.errors import MapError
+from reshard_mpi.formats.dtypes import BY_NAME, numbers
+from reshard_mpi.formats.manifest import NEST
+from reshard_mpi.formats.nest.nodes import NestError
+from reshard_mpi.formats.nest.rebuild_tree import TENSOR, plain, rebuild
+from reshard_mpi.mapping.numbered_state import Training, state_of, training_in
+from reshard_mpi.mapping.optimizer_state import ends_of, parted_anywhere
+from reshard_mpi.mapping.tensor_kinds import STATE_KEY, TensorKind, kin_of, kind_of, parts_of
+from reshard_mpi.planning.rank_plan import Limits, TensorPlan, meeting
+from reshard_mpi.runs.check_maps import tied_tensors
+from reshard_mpi.soundness.audited_checkpoint import AuditedCheckpoint
+from reshard_mpi.soundness.content import TensorContent
+from reshard_mpi.soundness.findings import Finding, FindingKind
+from reshard_mpi.text import shortened
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+# Words for what has the shape of its parameter; others may be factors of it, or of one element.
+_AS_LARGE = frozenset(
+    (
+        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "moments", "moment1", "moment2", "adam_m", "adam_v", "momentum"),
+        *("momentum_buffer", "fp32_param", "main_param", "master_param", "square_avg"),
+    )
+)
+_HALVES = frozenset(("float16", "bfloat16"))
+_FLOAT32 = BY_NAME["float32"]
+# Elements of a copy that are converted at once.
+_BLOCK = 1 << 18
+
+
+class StateOfParameters(NamedTuple):
+    """Tensors that an optimizer keeps, by the parameter that they belong to.
+
+    Example: `StateOfParameters({"model.w": {"optimizer.state.*.exp_avg": "optimizer.state.w.exp_avg"}}, {}, ())`.
+    """
+
+    tensors: Mapping[str, Mapping[str, str]]  # by parameter: names of its state, by the text around the parameter's
+    steps: Mapping[str, float]  # counts of steps that are values, by the name that they have in the nest
+    notes: tuple[str, ...]  # for people: what could not be told
+
+    @classmethod
+    def of(cls, opened: AuditedCheckpoint) -> StateOfParameters:
+        """Find the state in a checkpoint."""
+        shapes = opened.shapes
+        kinds = {name: kind_of(name) for name in shapes}
+        states = [name for name, kind in kinds.items() if kind.branch == "optimizer"]
+        nest = opened.plan.strings.get(NEST)
+        steps = _steps_in(nest, shapes)
+        if not states:
+            return cls({}, steps, ())
+        training, notes = _training(opened, nest)
+        parameters = [name for name, kind in kinds.items() if kind is TensorKind.MODEL]
+        owner_of = _owners(states, parameters)
+        tensors: defaultdict[str, dict[str, str]] = defaultdict(dict)
+        for name in states:
+            numbered = None if training.optimizer is None else state_of(training.optimizer, name)
+            if numbered is not None:
+                owner = training.parameters.get(numbered[0])
+                around = f"{training.state}*.{numbered[1]}"
+            else:
+                owner, around = owner_of.get(name, (None, ""))
+            if owner is not None:
+                tensors[owner][around] = name
+        return cls(tensors, steps, notes)
+
+    def findings(self, opened: AuditedCheckpoint, contents: Mapping[str, TensorContent]) -> Iterator[Finding]:
+        """Yield parameters that lack state, state of another shape, and steps that differ.
+
+        Args:
+            contents: of the tensors that could be read, by name.
+        """
+        shapes = opened.shapes
+        for parameter, lacking in self._lacking(shapes):
+            detail = f"has no {shortened(lacking)}, which others of its kind have"
+            yield Finding(FindingKind.MOMENTS, parameter, *opened.place(parameter), detail)
+        for parameter, own in self.tensors.items():
+            for name in own.values():
+                is_as_large = not _AS_LARGE.isdisjoint(parts_of(name)) and kind_of(name) is not TensorKind.STEP
+                if is_as_large and shapes[name] != shapes[parameter]:
+                    detail = (
+                        f"shape {list(shapes[name])}, and its parameter {parameter!r} has {list(shapes[parameter])}"
+                    )
+                    yield Finding(FindingKind.MOMENTS, name, *opened.place(name), detail)
+        yield from self._other_steps(opened, contents)
+
+    def copies(self, opened: AuditedCheckpoint) -> list[tuple[str, str]]:
+        """Return the weights in 16 bit that have a copy in float32, each with that."""
+        return [
+            (parameter, name)
+            for parameter, own in self.tensors.items()
+            for name in own.values()
+            if kind_of(name) is TensorKind.COPY
+            and {parameter, name} <= opened.numbers.keys()
+            and opened.shapes[parameter] == opened.shapes[name]
+            and opened.tensor(parameter).spec.dtype.name in _HALVES
+            and opened.tensor(name).spec.dtype == _FLOAT32
+        ]
+
+    def _lacking(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, list[str]]]:
+        """Yield parameters without some of the state that others have, and the keys of that.
+
+        Those are the others with any state of that optimizer; for one without any, its kin, if most of them have some.
+        """
+        usual = Counter(key for own in self.tensors.values() for key in own)
+        most = {key for key, count in usual.items() if 2 * count > len(self.tensors)}
+        kin: defaultdict[str, list[str]] = defaultdict(list)
+        for name in shapes:
+            if kind_of(name) is TensorKind.MODEL:
+                kin[kin_of(name)].append(name)
+        for members in kin.values():
+            having = [name for name in members if name in self.tensors]
+            for name in members:
+                if name in self.tensors:
+                    of_kin = {key for key in most if any(key in self.tensors[other] for other in having)}
+                    lacking = sorted(of_kin - self.tensors[name].keys()) if len(having) > 1 else []
+                    lacking = lacking or sorted(key for key in most - self.tensors[name].keys() if _is_moment(key))
+                elif 2 * len(having) > len(members):
+                    lacking = sorted(most)
+                else:
+                    lacking = []
+                if lacking:
+                    yield name, lacking
+
+    def _other_steps(self, opened: AuditedCheckpoint, contents: Mapping[str, TensorContent]) -> Iterator[Finding]:
+        """Yield the steps of parameters that are not the step of most."""
+        steps = dict(self.steps)
+        for own in self.tensors.values():
+            for name in own.values():
+                content = contents.get(name)
+                if kind_of(name) is TensorKind.STEP and content is not None and content.size == 1:
+                    steps[name] = float(content.least if content.least is not None else float("nan"))
+        if not steps:
+            return
+        ((usual, _),) = Counter(steps.values()).most_common(1)
+        for name, step in steps.items():
+            if step != usual:
+                detail = f"is {step:g}, and most of the others are {usual:g}"
+                yield Finding(FindingKind.STEP, name, *opened.place(name), detail)
+
+
+def differing_copies(
+    opened: AuditedCheckpoint, pairs: Sequence[tuple[str, str]], limits: Limits, on_bytes: OnBytes
+) -> Iterator[Finding]:
+    """Yield copies in float32 that, rounded, are not the weight.
+
+    Args:
+        pairs: names of weights, each with the name of its copy.
+        on_bytes: called with the number of bytes of copies just read.
+
+    Raises ShardError if a tensor cannot be read.
+    """
+    with Files() as files:
+        for weight, copy in pairs:
+            element = _first_difference(files, opened.tensor(weight), opened.tensor(copy), limits, on_bytes)
+            if element is not None:
+                index, values = element
+                detail = f"rounded, it is not {weight!r}: {values} at {list(index)}"
+                yield Finding(FindingKind.FP32, copy, *opened.place(copy, index), detail)
+
+
+def _first_difference(
+    files: Files, weight: TensorPlan, copy: TensorPlan, limits: Limits, on_bytes: OnBytes
+) -> tuple[tuple[int, ...], str] | None:
+    """Return the index of the first element that differs, and its values in words."""
+    spec = weight.spec
+    for block in spec.box.blocks(_BLOCK):
+        read = []
+        for tensor in (weight, copy):
+            raw = np.empty(block.size, raw_dtype(tensor.spec.dtype))
+            for part in meeting(tensor.copies, block):
+                fill(files, part, block, memoryview(raw.view(np.uint8).data), limits)
+            read.append(raw)
+        stored, wide = read
+        rounded = np.empty_like(stored)
+        convert(wide, _FLOAT32, rounded, spec.dtype)
+        on_bytes(wide.nbytes)
+        if not np.array_equal(stored, rounded):
+            first = int(np.argmax(stored != rounded))
+            index = tuple(low + int(place) for low, place in zip(block.start, np.unravel_index(first, block.shape)))
+            (own,) = numbers(stored[first : first + 1].tobytes(), spec.dtype)
+            (copied,) = numbers(wide[first : first + 1].tobytes(), _FLOAT32)
+            return index, f"{copied:.9g} for {own:.9g}"
+    return None
+
+
+def _is_moment(key: str) -> bool:
+    return kind_of(key.replace("*", "w")) is TensorKind.MOMENT
+
+
+def _owners(states: Collection[str], parameters: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return, for tensors of state, the parameter and the text around its name with a star for it.
+
+    The model may be below a key: `model.w` beside `optimizer.state.w.exp_avg`. Where the name fits several, none is it.
+    """
+    known = frozenset(parameters)
+    ends = known | {end for name in parameters for end in ends_of(name) if not end.isdecimal()}
+    by_end: dict[str, str | None] = {}
+    for name in parameters:
+        for end in ends_of(name):
+            by_end[end] = None if end in by_end else name
+    found = {}
+    for name in states:
+        parted = parted_anywhere(name, ends)
+        if parted is None:
+            continue
+        base, affixes = parted
+        owner = base if base in known else by_end.get(base)
+        if owner is not None:
+            found[name] = owner, affixes.around("*")
+    return found
+
+
+def _training(opened: AuditedCheckpoint, nest: str | None) -> tuple[Training, tuple[str, ...]]:
+    """Return whose state each number is; if that cannot be told, a training without any, and a note."""
+    tensors = {name: group.kind for group in opened.plan.tensors.groups for name in group.names}
+    path = opened.source.files.path
+    try:
+        return training_in(nest, tensors, tied_tensors(opened.source, tensors), path), ()
+    except MapError as error:
+        said = (
+            f"whose state the optimizer's numbers are cannot be told, so it is not held against parameters: {error.got}"
+        )
+        return Training("", None, {}), (said,)
+
+
+def _steps_in(nest: str | None, names: Collection[str]) -> dict[str, float]:
+    """Return the steps of parameters that a nest has as values, such as `{"state": {"w": {"step": 3.0}}}`."""
+    if nest is None:
+        return {}
+    try:
+        tree = plain(rebuild(dict.fromkeys(names, TENSOR), {NEST: nest}))
+    except (NestError, ValueError, TypeError, LookupError, AttributeError):
+        return {}
+    return dict(_steps_below(tree, ""))
+
+
+def _steps_below(tree: Any, path: str) -> Iterator[tuple[str, float]]:
+    for key, value in tree.items() if isinstance(tree, dict) else ():
+        if key == STATE_KEY and isinstance(value, dict):
+            for parameter, kept in value.items():
+                step = kept.get("step") if isinstance(kept, dict) else None
+                if isinstance(step, int | float) and not isinstance(step, bool):
+                    yield f"{path}{STATE_KEY}.{parameter}.step", float(step)
+        else:
+            yield from _steps_below(value, f"{path}{key}.")
