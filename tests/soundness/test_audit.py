@@ -1,0 +1,341 @@
+"""Checkpoints that are spoiled as users' were are found out, each by kind and tensor; sound ones have no error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from support import torch_peer
+from support.checkpoints import sample, write_ranks
+from support.command_line import done, refused, run_apart, run_here
+from support.launch import MPI
+from support.whole_checkpoints import CONFIG, EMBEDDING, HEAD, Array, Tensors, save, stand_ins, weights, with_state
+
+import reshard_mpi
+from reshard_mpi.errors import DamageError, UsageError
+
+__all__ = ["stand_ins"]
+WRONG = DamageError.exit_code
+EXPERT = "model.layers.1.experts.2.w1.weight"
+Spoil = Callable[[Tensors], Tensors]
+Found = set[tuple[str, str]]
+
+
+def audited(folder: Path, *options: str) -> Found:
+    """Return kind and tensor of each finding, as the command tells them; its exit code must fit."""
+    finished = run_here("audit", folder, "--json", "--jobs", "1", *options)
+    assert finished.code in (0, WRONG), finished
+    report = json.loads(finished.out)
+    errors = [each for each in report["findings"] if each["severity"] == "error"]
+    assert finished.code == (WRONG if errors or ("--strict" in options and report["findings"]) else 0)
+    assert (report["errors"], report["notes"]) == (len(errors), len(report["findings"]) - len(errors))
+    return {(each["kind"], each["tensor"]) for each in report["findings"]}
+
+
+def without(pattern: str) -> Spoil:
+    return lambda tensors: {name: array for name, array in tensors.items() if pattern not in name}
+
+
+def changed(name: str, change: Callable[[Array], Array]) -> Spoil:
+    """Change a weight, and its copy in float32 with it."""
+
+    def spoil(tensors: Tensors) -> Tensors:
+        weight = change(tensors[f"model.{name}"])
+        copy = f"optimizer.state.{name}.fp32_param"
+        state = {} if copy not in tensors else {copy: weight.astype(np.float32)}
+        return {**tensors, f"model.{name}": weight, **state}
+
+    return spoil
+
+
+def at(name: str, array: Callable[[Tensors], Array]) -> Spoil:
+    return lambda tensors: {**tensors, name: array(tensors)}
+
+
+def junk(array: Array) -> Array:
+    """Return memory as it may be found: addresses and numbers of other types."""
+    return np.frombuffer(np.random.default_rng(5).bytes(array.nbytes), array.dtype).reshape(array.shape)
+
+
+def lost_shard(tensors: Tensors) -> Tensors:
+    """Leave out a third of the tensors, as an export without one of its files does."""
+    return {name: array for number, (name, array) in enumerate(tensors.items()) if number % 3}
+
+
+def lost_names(spoil: Spoil) -> Found:
+    before = with_state(weights())
+    gone = before.keys() - spoil(before).keys()
+    return {("missing", name.removeprefix("model.")) for name in gone if name.startswith("model.")}
+
+
+ROWS_LOST = changed(EMBEDDING, lambda array: array[:-8])
+SPOILED: dict[str, tuple[Spoil, Found]] = {
+    "experts dropped": (without(".experts."), lost_names(without(".experts."))),
+    "a shard lost with a consistent index": (lost_shard, lost_names(lost_shard)),
+    "an expert copied over another": (
+        at(f"model.{EXPERT}", lambda tensors: tensors["model.model.layers.0.experts.1.w1.weight"]),
+        {("copy", f"model.{EXPERT}"), ("fp32", f"optimizer.state.{EXPERT}.fp32_param")},
+    ),
+    "a tensor left zero": (changed(EXPERT, np.zeros_like), {("zero", f"model.{EXPERT}")}),
+    "a tensor not initialised": (changed(EXPERT, junk), {("beyond", f"model.{EXPERT}")}),
+    "a tensor transposed": (changed(EXPERT, lambda array: array.T.copy()), {("shape", f"model.{EXPERT}")}),
+    "rows of the vocabulary lost": (ROWS_LOST, {("shape", f"model.{EMBEDDING}")}),
+    "moments of another step": (
+        at(f"optimizer.state.{EXPERT}.step", lambda _: np.array(2, np.float32)),
+        {("step", f"optimizer.state.{EXPERT}.step")},
+    ),
+    "a copy in float32 of other weights": (
+        at(f"optimizer.state.{EXPERT}.fp32_param", lambda tensors: tensors[f"optimizer.state.{EXPERT}.fp32_param"] * 2),
+        {("fp32", f"optimizer.state.{EXPERT}.fp32_param")},
+    ),
+    "a tensor too much": (
+        at("model.model.layers.0.experts.4.w1.weight", lambda tensors: tensors[f"model.{EXPERT}"][::-1].copy()),
+        {("surplus", "model.model.layers.0.experts.4.w1.weight")},
+    ),
+    "a head that contradicts the tied one": (
+        at(f"model.{HEAD}", lambda tensors: tensors[f"model.{EMBEDDING}"][::-1].copy()),
+        {("tied", f"model.{HEAD}")},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_spoiled_checkpoints_are_found_out(name: str, tmp_path: Path, stand_ins: Path) -> None:
+    spoil, expected = SPOILED[name]
+    found = audited(save(tmp_path / "src", spoil(with_state(weights())), config=CONFIG))
+    assert expected <= found
+    told = {tensor for _, tensor in expected}
+    of_others = {tensor for _, tensor in found if not any(tensor.endswith(each) or each[6:] in tensor for each in told)}
+    assert of_others == set() or "shard" in name or "dropped" in name
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+def test_a_sound_training_has_no_findings(has_state: bool, tmp_path: Path, stand_ins: Path) -> None:
+    tensors = with_state(weights()) if has_state else weights()
+    folder = save(tmp_path / "src", tensors, config=CONFIG)
+    finished = done("audit", folder, "--strict", "--jobs", "1")
+    assert "TinyMoeForCausalLM of transformers 4.99" in finished.out and finished.out.endswith(": sound\n")
+    tied = {**tensors, f"{'model.' * has_state}{HEAD}": tensors[f"{'model.' * has_state}{EMBEDDING}"]}
+    assert audited(save(tmp_path / "tied", tied, config=CONFIG)) == set()
+
+
+def test_the_base_models_prefix_may_be_missing(tmp_path: Path, stand_ins: Path) -> None:
+    tensors = {name.removeprefix("model."): array for name, array in weights().items()}
+    assert audited(save(tmp_path / "src", tensors, config=CONFIG)) == set()
+
+
+def test_a_map_gives_the_names_of_the_model(tmp_path: Path, stand_ins: Path) -> None:
+    tensors = {name.replace("model.layers", "decoder.blocks"): array for name, array in weights().items()}
+    folder = save(tmp_path / "src", tensors, config=CONFIG)
+    assert audited(folder) == {("missing", "")}
+    assert audited(folder, "--map", "decoder.blocks.{p*} <=> model.layers.{p*}") == set()
+    del tensors[EXPERT.replace("model.layers", "decoder.blocks")]
+    lacking = save(tmp_path / "lacking", tensors, config=CONFIG)
+    assert audited(lacking, "--map", "decoder.blocks.{p*} <=> model.layers.{p*}") == {("missing", EXPERT)}
+    assert "nowhere" in refused("audit", folder, "--map", "nowhere.{p*} <=> model.{p*}", "--jobs", "1")
+
+
+def test_another_checkpoint_tells_names_and_shapes(tmp_path: Path) -> None:
+    like = save(tmp_path / "like", weights())
+    tensors = weights(2)
+    tensors["extra.w"] = tensors.pop(EXPERT)
+    tensors[EMBEDDING] = tensors[EMBEDDING][:-1]
+    found = audited(save(tmp_path / "src", tensors), "--like", str(like))
+    assert found == {("missing", EXPERT), ("surplus", "extra.w"), ("shape", EMBEDDING)}
+    assert audited(like, "--like", str(like)) == set()
+    other = save(tmp_path / "other", {"conv.w": weights()[EXPERT]})
+    complaint = refused("audit", like, "--like", other, "--jobs", "1")
+    assert str(other) in complaint and "'conv.w'" in complaint
+
+
+def test_norms_are_held_against_the_previous_checkpoint(tmp_path: Path) -> None:
+    before = save(tmp_path / "before", weights())
+    tensors = {name: array + array for name, array in weights().items()}
+    tensors[EXPERT] = tensors[EXPERT] + tensors[EXPERT]
+    after = save(tmp_path / "after", tensors)
+    assert audited(after, "--before", str(before)) == {("change", EXPERT)}
+    assert audited(after, "--before", str(before), "--strict") == {("change", EXPERT)}
+    assert audited(after, "--before", str(before), "--strict", "--allow", "*.experts.2.*") == set()
+    other = save(tmp_path / "other", {"w": weights()[EXPERT]})
+    complaint = refused("audit", after, "--before", other, "--jobs", "1")
+    assert f"'{EMBEDDING}'" in complaint and str(other) in complaint
+    assert "is not there" in refused("audit", after, "--before", tmp_path / "nowhere", "--jobs", "1")
+
+
+def test_notes_are_no_errors(tmp_path: Path) -> None:
+    tensors = weights()
+    tensors[EMBEDDING][3:7] = 0
+    tensors["model.layers.0.experts.0.w1.weight"] *= ml_dtypes.bfloat16(64)
+    tensors["model.layers.0.experts.0.w2.weight"] = tensors["model.layers.0.experts.0.w2.weight"].astype(np.float16)
+    tensors["model.layers.0.experts.0.w2.weight"] *= np.float16(1e-3)
+    folder = save(tmp_path / "src", tensors)
+    found = {
+        ("rows", EMBEDDING),
+        ("norm", "model.layers.0.experts.0.w1.weight"),
+        ("subnormal", "model.layers.0.experts.0.w2.weight"),
+    }
+    assert audited(folder) == found == audited(folder, "--strict")
+    finished = done("audit", folder, "--jobs", "1")
+    assert "4 of 40 rows are all zero: the first 3, the last 6" in finished.out
+
+
+def test_vectors_masks_and_what_is_allowed_may_be_alike(tmp_path: Path) -> None:
+    tensors = weights()
+    for layer in range(3):
+        tensors[f"model.layers.{layer}.mask"] = np.tril(np.ones((6, 6), np.uint8))
+        tensors[f"model.layers.{layer}.index"] = np.arange(36).reshape(6, 6)
+        tensors[f"model.layers.{layer}.is_on"] = np.ones((6, 6), np.bool_)
+        tensors[f"model.layers.{layer}.bias"] = np.zeros((1, 1, 8), np.float32)
+    assert audited(save(tmp_path / "src", tensors)) == set()
+    tensors[EXPERT] = tensors["model.layers.0.experts.0.w1.weight"]
+    folder = save(tmp_path / "copied", tensors)
+    assert audited(folder) == {("copy", EXPERT)} and audited(folder, "--allow", "*.experts.*") == set()
+    same = {
+        f"layers.{layer}.experts.{expert}.w": np.full((2, 2), 3, np.float32) for layer in (0, 1) for expert in (0, 1)
+    }
+    assert audited(save(tmp_path / "constant", same)) == {("constant", name) for name in same}
+
+
+def test_a_checkpoint_without_a_part_or_a_file_is_found_out(tmp_path: Path) -> None:
+    folder = save(tmp_path / "src", weights())
+    path = folder / "model-00002-of-00003.safetensors"
+    path.write_bytes(path.read_bytes()[:-20])
+    finished = run_here("audit", folder, "--jobs", "1")
+    assert finished.code == WRONG and path.name in finished.out and finished.out.startswith("error: structure")
+    path.unlink()
+    finished = run_here("audit", folder, "--jobs", "1")
+    assert finished.code == WRONG and path.name in finished.out
+    assert "nowhere" in refused("audit", tmp_path / "nowhere")
+
+
+def test_shards_are_named_by_rank(tmp_path: Path) -> None:
+    spec = tmp_path / "spec.toml"
+    spec.write_text("mesh = { tp = 2 }\n[[parameter]]\nmatch = '*'\nsplit = { 0 = ['tp'] }\n")
+    array = np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
+    array[4, 1] = np.nan
+    write_ranks({0: {"w": array[:3]}, 1: {"w": array[3:]}}, tmp_path / "src")
+    finished = run_here("audit", tmp_path / "src", "--src-strategy", spec, "--json", "--jobs", "2")
+    (found,) = json.loads(finished.out)["findings"]
+    assert (found["kind"], found["rank"], found["tensor"]) == ("nan", 1, "w") and "[4, 1]" in found["detail"]
+    assert found["file"].endswith("rank_1/checkpoint_1.ckpt")
+    (tmp_path / "src" / "rank_1" / "checkpoint_1.ckpt").unlink()
+    finished = run_here("audit", tmp_path / "src", "--src-strategy", spec, "--json", "--jobs", "2")
+    kinds = {(each["kind"], each["tensor"]) for each in json.loads(finished.out)["findings"]}
+    assert finished.code == WRONG and kinds == {("structure", "w"), ("structure", "")}
+
+
+def test_what_does_not_fit_its_sum_is_found_out(tmp_path: Path) -> None:
+    write_ranks({0: {"w": np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)}}, tmp_path / "src")
+    done("transform", tmp_path / "src", tmp_path / "dst", "--verify", "--jobs", "1")
+    assert "(structure, sums, values)" in done("audit", tmp_path / "dst", "--jobs", "1").out
+    path = tmp_path / "dst" / "rank_0" / "checkpoint_0.ckpt"
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+    finished = run_here("audit", tmp_path / "dst", "--jobs", "1")
+    assert finished.code == WRONG and "error: sum" in finished.out and "'w' is damaged" in finished.out
+
+
+def test_state_by_numbers_is_its_parameters(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+
+    def drawn(*shape: int, value: float | None = None) -> torch_peer.Tensor:
+        array = random.standard_normal(shape) if value is None else np.full(shape, value)
+        return torch_peer.tensor(sample("", array.astype(np.float32)), str(random.integers(1 << 30)))
+
+    model = {f"layers.{layer}.w": drawn(4, 3 + layer) for layer in range(3)}
+    state = {
+        number: {"step": drawn(value=5), "exp_avg": drawn(4, 3 + number), "exp_avg_sq": drawn(4, 3 + number)}
+        for number in range(3)
+    }
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}]}
+    torch_peer.save(tmp_path / "sound.pt", {"model": model, "optimizer": optimizer})
+    assert audited(tmp_path / "sound.pt") == set()
+    del state[1]["exp_avg"]
+    torch_peer.save(tmp_path / "lacking.pt", {"model": model, "optimizer": optimizer})
+    assert audited(tmp_path / "lacking.pt") == {("moments", "model.layers.1.w")}
+    state[1]["exp_avg"], state[2]["step"] = drawn(4, 4), drawn(value=4)
+    torch_peer.save(tmp_path / "steps.pt", {"model": model, "optimizer": optimizer})
+    assert audited(tmp_path / "steps.pt") == {("step", "optimizer.state.2.step")}
+
+
+def test_names_of_mindspore_tell_whose_state_a_tensor_is(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    names = [f"net.layers.{layer}.weight" for layer in range(4)]
+    made = {name: random.standard_normal((4, 3)).astype(np.float32) for name in names}
+    for kind in ("adam_m", "adam_v"):
+        made |= {f"{kind}.{name}": random.standard_normal((4, 3)).astype(np.float32) for name in names}
+    made |= {"global_step": np.array(7, np.int32), "learning_rate": np.array(0.1, np.float32)}
+    write_ranks({0: made}, tmp_path / "sound")
+    assert audited(tmp_path / "sound") == set()
+    del made[f"adam_v.{names[1]}"], made[f"adam_m.{names[2]}"], made[f"adam_v.{names[2]}"]
+    made[f"adam_m.{names[3]}"] = made[f"adam_m.{names[3]}"].T.copy()
+    write_ranks({0: made}, tmp_path / "spoiled")
+    expected = {("moments", names[1]), ("moments", names[2]), ("moments", f"adam_m.{names[3]}")}
+    assert audited(tmp_path / "spoiled") == expected
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_many_findings_fit_on_a_screen(jobs: str, tmp_path: Path) -> None:
+    tensors = {f"layers.{layer}.{'x' * 3}\x1b[2J\u202e.w": np.zeros((3, 2), np.float32) for layer in range(60)}
+    tensors["bad.w"] = np.full((2, 2), np.nan, np.float32)
+    write_ranks({0: tensors}, tmp_path / "src")
+    finished = run_here("audit", tmp_path / "src", "--jobs", jobs)
+    lines = finished.out.splitlines()
+    assert finished.code == WRONG and len(lines) <= 24 and lines[0].startswith("error: nan 'bad.w'")
+    assert "41 more" in lines[-2] and "60 zero" in lines[-2]
+    assert finished.out.isprintable() or ("\x1b" not in finished.out and "\u202e" not in finished.out)
+    everything = run_here("audit", tmp_path / "src", "--jobs", jobs, "-v")
+    assert len([line for line in everything.out.splitlines() if "error: zero" in line]) == 60
+    report = reshard_mpi.audit(tmp_path / "src", jobs=int(jobs))
+    assert len(report.findings) == len(report.errors) == 61 and not report.is_sound()
+    assert reshard_mpi.audit(tmp_path / "src", allow=["layers.*", "bad.*"]).is_sound(strict=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({**CONFIG, "architectures": ["\x1b[31mOther"]}, "no such architecture"),
+        ({**CONFIG, "architectures": ["Other"], "auto_map": {"AutoModel": "code.py"}}, "never run"),
+        ({**CONFIG, "architectures": ["PicklyForCausalLM"]}, "these settings"),
+        ({**CONFIG, "quantization_config": {"bits": 8}}, "quantised"),
+    ],
+)
+def test_configurations_that_tell_nothing(config: object, said: str, tmp_path: Path, stand_ins: Path) -> None:
+    folder = save(tmp_path / "src", weights(), config=config)
+    beside = done("audit", folder, "--jobs", "1")
+    assert said in beside.err and "\x1b" not in beside.err
+    complaint = refused("audit", folder, "--config", folder, "--jobs", "1")
+    assert said in complaint and "\x1b" not in complaint
+
+
+def test_a_configuration_of_another_model(tmp_path: Path, stand_ins: Path) -> None:
+    other = save(tmp_path / "other", {"conv.w": weights()[EXPERT]}, config=CONFIG)
+    assert audited(other) == {("missing", "")}
+    complaint = refused("audit", other, "--config", other, "--jobs", "1")
+    assert "TinyMoeForCausalLM" in complaint and "'conv.w'" in complaint
+    (tmp_path / "list.json").write_text("[1]")
+    for path in (tmp_path / "nowhere", tmp_path / "list.json", tmp_path):
+        refused("audit", other, "--config", path, "--jobs", "1", code=UsageError.exit_code)
+
+
+def test_without_transformers_one_sentence_says_what_to_install(tmp_path: Path, stand_ins: Path) -> None:
+    (stand_ins / "torch.py").write_text("raise ImportError('no torch here')")
+    folder = save(tmp_path / "src", weights(), config=CONFIG)
+    (note,) = [line for line in done("audit", folder, "--jobs", "1").err.splitlines() if line.startswith("note")]
+    assert "pip install transformers torch" in note and "config.json" in note
+    complaint = refused("audit", folder, "--config", folder, "--jobs", "1", code=UsageError.exit_code)
+    assert "no torch here" in complaint and "pip install transformers torch" in complaint
+
+
+def test_mpi_ranks_share_the_work(tmp_path: Path, mpi: MPI) -> None:
+    tensors = weights()
+    tensors[EXPERT][2, 2] = np.inf
+    folder = save(tmp_path / "src", tensors)
+    finished = run_apart("audit", folder, mpi=mpi)
+    assert finished.code == WRONG
+    assert f"error: infinite '{EXPERT}': 1 of 48 values is infinite, the first bad one at [2, 2]" in finished.out
