@@ -12,7 +12,6 @@ from reshard_mpi.checkpoints.discovery import find_shards
 from reshard_mpi.checkpoints.opening import require_same_choice
 from reshard_mpi.errors import CoverageError, DamageError, DisagreementError, ReshardError, ShardError, SourceError
 from reshard_mpi.mapping.tensor_kinds import TensorKind, kind_of
-from reshard_mpi.planning.source_flaws import UnusableShard
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.diff import compare_copies
 from reshard_mpi.runs.outcome import Checked, Outcome, agreed, together
@@ -55,9 +54,9 @@ def audit(
         previous = _previous(request, comm, progress, memory)
         try:
             opened = agreed(lambda: open_audited(request, files, comm, memory, strategies), comm)
-            lost = compare_copies([(opened.source, opened.plan)], comm, progress)
         except _BROKEN as error:
             return _unopened(error, request, comm)
+        of_copies = _of_copies(opened, comm, progress)
         shapes = agreed(lambda: _in_names_of_the_model(request, config, opened), comm)
         agreed(lambda: _require_same_weights(opened, previous, request), comm)
         if comm.rank == 0:
@@ -74,7 +73,7 @@ def audit(
             notes = [*opened.outcome.notes, *state.notes]
             found = [
                 *opened.flaws(),
-                *_of_lost(lost),
+                *of_copies,
                 *_of_sums(summed, opened),
                 *unreadable,
                 *value_findings(contents, opened.place),
@@ -231,9 +230,15 @@ def _of_sums(summed: Outcome, opened: AuditedCheckpoint) -> Iterator[Finding]:
             yield broken(failure.error, "", failure.rank)
 
 
-def _of_lost(lost: Sequence[UnusableShard]) -> Iterator[Finding]:
-    for shard in lost:
-        yield Finding(FindingKind.STRUCTURE, "", shard.rank, shard.where, shard.problem or "there is no shard")
+def _of_copies(opened: AuditedCheckpoint, comm: Comm, progress: Progress) -> list[Finding]:
+    """Compare what several ranks or files hold, and must be the same; return the first difference, and lost shards."""
+    try:
+        lost = compare_copies([(opened.source, opened.plan)], comm, progress)
+    except _OF_FILES as error:
+        return [broken(error)]
+    return [
+        Finding(FindingKind.STRUCTURE, "", shard.rank, shard.where, shard.problem) for shard in lost if shard.problem
+    ]
 
 
 def _checked(opened: AuditedCheckpoint, contents: Sequence[TensorContent], by: tuple[str, ...]) -> tuple[Checked, ...]:

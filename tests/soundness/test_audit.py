@@ -136,7 +136,7 @@ def test_a_map_gives_the_names_of_the_model(tmp_path: Path, stand_ins: Path) -> 
     del tensors[EXPERT.replace("model.layers", "decoder.blocks")]
     lacking = save(tmp_path / "lacking", tensors, config=CONFIG)
     assert audited(lacking, "--map", "decoder.blocks.{p*} <=> model.layers.{p*}") == {("missing", EXPERT)}
-    assert "nowhere" in refused("audit", folder, "--map", "nowhere.{p*} <=> model.{p*}", "--jobs", "1")
+    assert "nowhere" in refused("audit", folder, "--map", "nowhere.{p*} <=> elsewhere.{p*}", "--jobs", "1")
 
 
 def test_another_checkpoint_tells_names_and_shapes(tmp_path: Path) -> None:
