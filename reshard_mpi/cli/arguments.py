@@ -202,6 +202,12 @@ def _add_audit(parser: argparse.ArgumentParser) -> None:
     add(judged, "strict", "end with exit code 4 for notes too")
     output = add_output(parser, "every finding, however many there are,")
     output.add_argument("--json", action="store_true", help="print it as JSON")
+    output.add_argument(
+        "--plot",
+        type=path,
+        metavar="FILE.html",
+        help="draw the norms of all tensors by layer and kind too, as a page, with what was found",
+    )
 
 
 def _add_commit(parser: argparse.ArgumentParser) -> None:

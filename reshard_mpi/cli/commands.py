@@ -21,11 +21,13 @@ from reshard_mpi.cli.output import (
     flush_standard_streams,
     in_the_way_of,
     may_be_report,
+    require_picture,
     same,
     show,
     summary,
     tell_done,
     verified,
+    write_page,
     write_picture,
     write_report,
 )
@@ -317,6 +319,9 @@ def _audit(options: argparse.Namespace) -> int:
     from reshard_mpi.runs.request import Task
     from reshard_mpi.soundness.findings import AuditReport
 
+    options.norms = options.plot is not None
+    if options.plot is not None:
+        require_picture(options.plot, (".html",))
     with _world(options) as group:
         outcome = _run(Task.AUDIT, options, group)
         for failure in outcome.failures:
@@ -330,6 +335,11 @@ def _audit(options: argparse.Namespace) -> int:
                 told = [*report.as_lines(is_all=options.verbose), *([] if options.quiet else [report.summary()])]
                 for line in told:
                     show(line)
+            if options.plot is not None:
+                from reshard_mpi.pictures.norms import Mark, norms_page
+
+                marks = [Mark(each.severity, str(each.kind), each.tensor, each.detail) for each in report.findings]
+                write_page(options.plot, norms_page(report.path, report.summary(), outcome.norms, marks).encode())
     return 0 if report.is_sound(strict=options.strict) else DamageError.exit_code
 
 

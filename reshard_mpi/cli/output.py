@@ -94,7 +94,6 @@ def asked_pictures(path: str | None, tensors: Sequence[str]) -> Asked:
 
     Raises UsageError for pictures or files that are impossible.
     """
-    from reshard_mpi.filesystem.paths import described, is_replaceable
     from reshard_mpi.runs.picture_data import Asked
 
     if path is None:
@@ -102,8 +101,7 @@ def asked_pictures(path: str | None, tensors: Sequence[str]) -> Asked:
             "--tensor says what is drawn", expected="--plot FILE.html, .png or .svg as well", got="no --plot"
         )
     ending = _ending(path)
-    if ending not in _PICTURE_ENDINGS:
-        raise UsageError("a picture's ending says its form", expected=", ".join(_PICTURE_ENDINGS), got=path)
+    require_picture(path, _PICTURE_ENDINGS)
     if ending != ".html" and len(tensors) > 1:
         raise UsageError(
             "one picture shows one tensor",
@@ -114,6 +112,16 @@ def asked_pictures(path: str | None, tensors: Sequence[str]) -> Asked:
         from reshard_mpi.pictures.rendering import require_matplotlib
 
         require_matplotlib()
+    most_cuts = _MOST_CUTS if ending == ".html" else 0
+    return Asked(tuple(dict.fromkeys(tensors)), most_cuts, _PNG_BYTES if ending == ".png" else _SVG_BYTES)
+
+
+def require_picture(path: str, endings: Sequence[str]) -> None:
+    """Raise UsageError for a file that can be no picture of a form that has one of these endings."""
+    from reshard_mpi.filesystem.paths import described, is_replaceable
+
+    if _ending(path) not in endings:
+        raise UsageError("a picture's ending says its form", expected=", ".join(endings), got=path)
     file = Path(path)
     if not is_replaceable(file) or not file.parent.is_dir() or not os.access(file.parent, os.W_OK | os.X_OK):
         raise UsageError(
@@ -123,19 +131,11 @@ def asked_pictures(path: str | None, tensors: Sequence[str]) -> Asked:
             where=path,
             remedy="choose another name",
         )
-    most_cuts = _MOST_CUTS if ending == ".html" else 0
-    return Asked(tuple(dict.fromkeys(tensors)), most_cuts, _PNG_BYTES if ending == ".png" else _SVG_BYTES)
 
 
 def write_picture(path: str, figures: Figures) -> str:
     """Write the picture of figures; return its subject in a line. Raises OSError, and then leaves no file."""
-    content = _drawn(path, figures)
-    try:
-        Path(path).write_bytes(content)
-    except OSError:
-        with contextlib.suppress(OSError):
-            Path(path).unlink()
-        raise
+    write_page(path, _drawn(path, figures))
     flow = figures.flow
     planned = (
         f"{len(flow.planned)} of {flow.targets.total} targets"
@@ -144,6 +144,16 @@ def write_picture(path: str, figures: Figures) -> str:
     )
     cuts = f", {counted(len(figures.cuts), 'kind')} of tensors" if _ending(path) == ".html" else ""
     return f"drew {planned}{cuts}: {one_line(path)}"
+
+
+def write_page(path: str, content: bytes) -> None:
+    """Write a picture or a page. Raises OSError, and then leaves no file."""
+    try:
+        Path(path).write_bytes(content)
+    except OSError:
+        with contextlib.suppress(OSError):
+            Path(path).unlink()
+        raise
 
 
 def _drawn(path: str, figures: Figures) -> bytes:

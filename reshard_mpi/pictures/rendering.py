@@ -40,7 +40,7 @@ def page_of(figures: Figures) -> str:
     flow = figures.flow
     planned = f"{len(flow.planned)} of {counted(flow.targets.total, 'target')} planned"
     return Template(_PAGE.read_text(encoding="utf-8")).substitute(
-        policy=f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:",
+        policy=f"default-src 'none'; script-src '{digest_of(script)}'; style-src '{digest_of(style)}'; img-src data:",
         style=style,
         script=script,
         source=escape(one_line(figures.source)),
@@ -51,7 +51,7 @@ def page_of(figures: Figures) -> str:
         left_out="".join(f"<p>{escape(text)}</p>" for text in _left_out(figures, len(cuts))),
         matrix=svg_of(matrix_scene(figures)),
         cuts="".join(f'<template id="cut-{number}">{svg}</template>\n' for number, svg in enumerate(drawn)),
-        data=_json(_data(figures, cuts)),
+        data=json_of(_data(figures, cuts)),
     )
 
 
@@ -139,13 +139,13 @@ def _move(move: DrawnMove) -> list[Any]:
     ]
 
 
-def _json(value: object) -> str:
+def json_of(value: object) -> str:
     """Return JSON that may stand in a script element: nothing in it can end that."""
     text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _digest(text: str) -> str:
+def digest_of(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 

@@ -19,6 +19,7 @@ from reshard_mpi.text import counted
 
 if TYPE_CHECKING:
     from reshard_mpi.journal.target_records import TensorSum
+    from reshard_mpi.pictures.norms import TensorNorm
     from reshard_mpi.planning.rank_plan import RankPlan
     from reshard_mpi.processes.comm import Comm
     from reshard_mpi.runs.plan_conversion import Conversion
@@ -109,6 +110,7 @@ class Outcome(NamedTuple):
     missing: MissingRanks | None = None  # source ranks without a shard
     comparison: ValueComparison | None = None  # of two checkpoints in numbers
     findings: tuple[Finding, ...] = ()  # of an audit
+    norms: tuple[TensorNorm, ...] = ()  # of the tensors, if an audit was to return them
 
     @classmethod
     def begun(cls, conversion: Conversion, notes: tuple[str, ...] = ()) -> Outcome:

@@ -98,6 +98,7 @@ class Request(NamedTuple):
     atol: float = 0.0  # how far numbers a and b that are compared may be apart: atol + rtol * |b|
     rtol: float = 0.0
     before: str | None = None  # path of the previous checkpoint of the training, for an audit
+    norms: bool = False  # whether an audit is to return the norms of all tensors
     allow: tuple[str, ...] = ()  # globs; an audit finds nothing wrong with tensors whose names match
 
     @classmethod

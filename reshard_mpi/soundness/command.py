@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from reshard_mpi.checkpoints.discovery import find_shards
 from reshard_mpi.checkpoints.opening import require_same_choice
@@ -27,6 +28,9 @@ from reshard_mpi.soundness.findings import Finding, FindingKind, worst_first
 from reshard_mpi.soundness.training_state import StateOfParameters, differing_copies
 from reshard_mpi.soundness.value_findings import changed_norms, value_findings
 from reshard_mpi.text import shortened
+
+if TYPE_CHECKING:
+    from reshard_mpi.pictures.norms import TensorNorm
 
 # Errors that say what is wrong with files, and with a checkpoint once these have been found.
 _OF_FILES = (ShardError, CoverageError, DisagreementError, DamageError)
@@ -94,7 +98,8 @@ def audit(
                 notes.append(f"the tensors are not held against {config.path}, since the model is quantised")
             checked = _checked(opened, contents, tuple(by))
             findings = worst_first(found, request.allow)
-            return opened.outcome._replace(findings=findings, checked=checked, notes=tuple(notes))
+            norms = _norms(contents) if request.norms else ()
+            return opened.outcome._replace(findings=findings, checked=checked, notes=tuple(notes), norms=norms)
 
         return Outcome(processes=comm.size).joined(comm.allgather(agreed(judged, comm)))
 
@@ -239,6 +244,14 @@ def _of_copies(opened: AuditedCheckpoint, comm: Comm, progress: Progress) -> lis
     return [
         Finding(FindingKind.STRUCTURE, "", shard.rank, shard.where, shard.problem) for shard in lost if shard.problem
     ]
+
+
+def _norms(contents: Sequence[TensorContent]) -> tuple[TensorNorm, ...]:
+    from reshard_mpi.pictures.norms import TensorNorm
+
+    return tuple(
+        TensorNorm(content.name, content.norm, f"{content.dtype} {list(content.shape)}") for content in contents
+    )
 
 
 def _checked(opened: AuditedCheckpoint, contents: Sequence[TensorContent], by: tuple[str, ...]) -> tuple[Checked, ...]:
