@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -89,7 +89,7 @@ def applied(
 
     Raises MapError if the map does not fit.
     """
-    taken = _taken(rules, inventory, forward, like, settings, choice.owners)
+    taken = _taken(rules, inventory, forward, like, settings, choice)
     is_backward = taken.direction is not None and not taken.direction.is_forward
     of_left = settings_of_target if is_backward else settings
     everything = _everything(taken, rules, inventory, choice, like, of_left)
@@ -209,7 +209,7 @@ def _taken(
     forward: bool | None,
     like: TargetTemplate | None,
     settings: Mapping[str, Any],
-    told: Mapping[str, str],
+    choice: Selection,
 ) -> _Matched:
     """Return what becomes of the tensors of a checkpoint by a map; without one they stay as they are."""
     if rules is None:
@@ -218,13 +218,13 @@ def _taken(
     direction = told_direction(rules, inventory, forward, shapes)
     states_apart = {name: kind for name, kind in inventory.items() if not is_state(name, rules, inventory, direction)}
     taken = list(matches(rules, states_apart, direction, shapes))
-    of_optimizers = _of_optimizers(taken, inventory)
-    if of_optimizers:
-        states_apart = {name: kind for name, kind in states_apart.items() if name not in of_optimizers}
+    no_parameters = _of_optimizers(taken, inventory) | _beside(taken, choice.beside)
+    if no_parameters:
+        states_apart = {name: kind for name, kind in states_apart.items() if name not in no_parameters}
         taken = list(matches(rules, states_apart, direction, shapes))
     left = dict.fromkeys(inventory)
     _remove(left, taken)
-    entries = dropped(rules, tuple(left), inventory, direction, shapes or {}, told)
+    entries = dropped(rules, tuple(left), inventory, direction, shapes or {}, choice.owners)
     for name in entries:
         del left[name]
     scalars = counted(rules, left, inventory, direction, shapes, settings)
@@ -249,6 +249,13 @@ def _of_optimizers(taken: Iterable[Match], inventory: Inventory) -> frozenset[st
         if parted is not None and rule_of.get(parted[0]) == rule:
             own.add(name)
     return frozenset(own)
+
+
+def _beside(taken: Iterable[Match], beside: Collection[str]) -> frozenset[str]:
+    """Return the tensors beside a model that equations take which take the model's too."""
+    rule_of = {name: id(match.rule) for match in taken for name in (*match.sources.values(), *match.equal)}
+    of_model = {rule for name, rule in rule_of.items() if name not in beside}
+    return frozenset(name for name in beside if rule_of.get(name) in of_model)
 
 
 def _tensors(

@@ -140,9 +140,13 @@ def _mapped(
     prefix = training.prefix if is_stripped else ""
     optimizers = _optimizers(source, training)
     told = owners_by_names(optimizers, inventory).items()
-    choice = choice._replace(owners={state.removeprefix(prefix): owner.removeprefix(prefix) for state, owner in told})
-    settings = settings_of_all(training, source.nest)
     apart = {name for name, in_file in named.items() if name == in_file}
+    of_optimizers = tuple(optimizer.path or STATE_KEY for optimizer in optimizers)
+    choice = choice._replace(
+        owners={state.removeprefix(prefix): owner.removeprefix(prefix) for state, owner in told},
+        beside=frozenset(name for name in apart if not name.startswith(of_optimizers)) if is_below else (),
+    )
+    settings = settings_of_all(training, source.nest)
     while True:
         in_target = _below_prefix(training, apart) if is_below else _names_in_target(training, like)
         chain = tuple(chained(rules, choice._replace(named=in_target), plain, forward, like, settings))

@@ -142,9 +142,8 @@ def chained(
     of_target = {} if like is None else settings_of_all(like.training, like.nest)
     stranded: frozenset[str] = frozenset()
     for of_one in first:
-        mapped = applied(
-            of_one, Selection(last=choice, owners=choice.owners), inventory, forward, None, settings, of_target
-        )
+        of_first = Selection(last=choice, owners=choice.owners, beside=choice.beside)
+        mapped = applied(of_one, of_first, inventory, forward, None, settings, of_target)
         _require_none_taken(stranded, mapped)
         stranded |= mapped.stranded
         yield mapped

@@ -40,6 +40,8 @@ class Selection(NamedTuple):
     settings: Collection[str] = ()
     # the tensors that state is of, by its name, where an optimizer says it and names might say something else
     owners: Mapping[str, str] = MappingProxyType({})
+    # the tensors beside the model, which equations for its parameters do not take, though `{p*}` stands for any name
+    beside: Collection[str] = ()
 
 
 Shape = tuple[int, ...]

@@ -211,3 +211,21 @@ def test_what_lies_beside_the_model_stays_there(tmp_path: Path, key: str, form: 
         "model": ["fc.w", "fc.b"],
         key: ["net.fc.w", "net.fc.b"],
     }
+
+
+def test_an_equation_for_any_name_takes_the_model_and_nothing_beside_it(tmp_path: Path) -> None:
+    fc, moment = tensor(np.ones((2, 3), np.float32)), tensor(np.full((2, 3), 2, np.float32))
+    optimizer = {"state": {"fc.w": {"exp_avg": moment}}, "param_groups": [{"lr": 1.0, "params": ["fc.w"]}]}
+    beside = {"rng_state": tensor(np.arange(5, dtype=np.uint8)), "scaler": {"scale": tensor(np.float32(8).reshape(()))}}
+    torch_peer.save(tmp_path / "x.pt", {"model": {"fc.w": fc}, "optimizer": optimizer, **beside})
+    asked: dict[str, Any] = {"forward": True, "map": ["{p*} <=> net.{p*}", "{p*} <=> a.{p*}"]}
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "out", **asked)
+    converted = torch_peer.load(tmp_path / "out/rank_0/checkpoint_0.pt")
+    assert [*converted["model"]] == ["a.net.fc.w"] and [*converted["optimizer"]["state"]] == ["a.net.fc.w"]
+    assert [*converted["scaler"]] == ["scale"] and "rng_state" in converted
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "hf", to="hf", **asked)
+    with reshard_mpi.open(tmp_path / "hf") as checkpoint:
+        assert [*checkpoint] == ["a.net.fc.w"]
+    # By its own name it goes wherever an equation says.
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "named", map="rng_state <=> seed", forward=True)
+    assert [*torch_peer.load(tmp_path / "named/rank_0/checkpoint_0.pt")["model"]] == ["fc.w"]
