@@ -316,6 +316,33 @@ def test_layers_for_multi_token_prediction_keep_their_numbers(tmp_path: Path) ->
     require_tensors(tmp_path / "out", training.expected())
 
 
+def test_norms_of_megatrons_own_layers_have_the_names_of_torch_dist(tmp_path: Path) -> None:
+    """Latent attention has no such layers, and Transformer Engine's with experts have a norm before these."""
+    own = {"input_layernorm.weight": (4,), "pre_mlp_layernorm.weight": (4,), "pre_mlp_layernorm.bias": (4,)}
+    shapes = {f"self_attention.linear_{part}.weight": (8, 4) for part in ("qkv", "kv_up_proj")}
+    joined = (
+        "self_attention.linear_qkv.layer_norm_weight",
+        "mlp.linear_fc1.layer_norm_weight",
+        "mlp.linear_fc1.layer_norm_bias",
+    )
+    training = Training(
+        {f"{LAYER}{layer}.{name}": shape for layer in range(2) for name, shape in (own | shapes).items()}
+        | {f"mtp.layers.0.transformer_layer.{name}": shape for name, shape in (own | shapes).items()}
+    )
+    reshard_mpi.transform(training.save(tmp_path / "x.pt"), tmp_path / "out", to="megatron", verify=True)
+    found = written(tmp_path / "out").tensors
+    for name, key in zip(own, joined, strict=True):
+        wholes = [training.weights[f"{LAYER}{layer}.{name}"] for layer in range(2)]
+        assert found[f"{LAYER}{key}"].content == np.stack(wholes).tobytes()
+        assert f"mtp.layers.0.transformer_layer.{key}" in found and f"{LAYER}{name}" not in found
+        assert f"optimizer.state.exp_avg.{LAYER}{key}" in found
+    for lacking in ("self_attention.linear_qkv.weight", "input_layernorm.weight"):
+        others = Training({f"{LAYER}0.{name}": shape for name, shape in (own | shapes).items() if name != lacking})
+        folder = tmp_path / lacking
+        reshard_mpi.transform(others.save(tmp_path / f"{lacking}.pt"), folder, to="megatron")
+        assert f"{LAYER}pre_mlp_layernorm.weight" in written(folder).tensors
+
+
 def test_weights_in_float32_are_their_own_copies(tmp_path: Path) -> None:
     training = Training(SHAPES, np.float32)
     reshard_mpi.transform(training.save(tmp_path / "x.pt"), tmp_path / "out", to="megatron")

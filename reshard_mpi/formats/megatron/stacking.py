@@ -20,6 +20,13 @@ _LAYER = re.compile(r"(?P<before>(?:.*\.)?layers\.)(?P<number>\d+)\.(?P<part>.+)
 _EXPERT = re.compile(r"(?P<before>.*?\.)experts\.(?:(?:local_)?experts\.)?(?P<number>\d+)\.(?P<part>.+)")
 _STACKED_LAYERS = re.compile(r"(?:.*\.)?layers\.(?!\d)")
 EXPERTS = ".experts.experts."
+# Norms of Megatron's own layers, which torch_dist calls as Transformer Engine does, and what tells these layers.
+_NORM = re.compile(r"(?P<before>.*\.)(?P<norm>input_layernorm|pre_mlp_layernorm)\.(?P<part>weight|bias)")
+_OF_TORCH_DIST = {
+    "input_layernorm": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm": "mlp.linear_fc1.layer_norm_",
+}
+_OF_OWN_LAYERS = ("input_layernorm.weight", "self_attention.linear_qkv.weight")
 # Layers of multi-token prediction always have numbers.
 _ALWAYS_NUMBERED = "mtp.layers."
 # Arguments that say which layers are of another kind: a number above 1, or a list.
@@ -62,7 +69,7 @@ def stacked(weights: Mapping[str, TensorType], args: Mapping[str, Value]) -> dic
 
     Raises TargetError if experts of one layer are not alike.
     """
-    numbered = {key: _numbered(key) for key in weights}
+    numbered = _with_norms({key: _numbered(key) for key in weights})
     unlike = {own.layers for own in numbered.values()} if _keep_numbers(args) else {*_unlike(numbered, weights)}
     places: dict[str, StackedPlace] = {}
     of_key: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
@@ -83,6 +90,23 @@ def stacked(weights: Mapping[str, TensorType], args: Mapping[str, Value]) -> dic
         for key, place in members:
             places[key] = StackedPlace(name, place, counts, weights[key].shape[: _own_axes(key, numbered[key])])
     return places
+
+
+def _with_norms(numbered: Mapping[str, _NumberedKey]) -> dict[str, _NumberedKey]:
+    """Return keys in which norms of Megatron's own layers have the names of Transformer Engine, as in torch_dist.
+
+    Those layers have both norms by themselves, beside the weights of queries, keys and values in one.
+    """
+    present = {(own.key, own.layer) for own in numbered.values()}
+
+    def renamed(own: _NumberedKey) -> _NumberedKey:
+        match = _NORM.fullmatch(own.key)
+        marks = () if match is None else (f"{match['before']}{mark}" for mark in _OF_OWN_LAYERS)
+        if match is None or not all((mark, own.layer) in present for mark in marks):
+            return own
+        return own._replace(key=f"{match['before']}{_OF_TORCH_DIST[match['norm']]}{match['part']}")
+
+    return {key: renamed(own) for key, own in numbered.items()}
 
 
 def _keep_numbers(args: Mapping[str, Value]) -> bool:
