@@ -105,7 +105,7 @@ def transform(
             says the number.
         accumulated: as in `transform_checkpoints`.
         dp, zero_stage: for how many data-parallel ranks, and for which stage of ZeRO, files of format "deepspeed" are.
-        ep: over how many ranks Megatron is to share out experts; None: over one or several, as it did before.
+        ep: over how many ranks Megatron or DeepSpeed is to share out experts; None: as it did before.
         core_version: which release of Megatron-Core is to load files of format "megatron", such as "0.19".
         max_shard_size: the most bytes of a file of format "hf" or "megatron", such as "5GB" (the default).
         map: an equation, the path of a map, or the name of one that comes with the program; or several of these,

@@ -336,7 +336,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     frameworks = parser.add_argument_group("for what DeepSpeed and Megatron are to load")
     add(frameworks, "dp", "how many data-parallel ranks the files are for, with --to deepspeed")
     add(frameworks, "zero_stage", "which stage of ZeRO they are of, with --to deepspeed: 1, 2 or 3")
-    add(frameworks, "ep", "how many ranks share out experts, with --to megatron (default: one or several, as before)")
+    add(frameworks, "ep", "how many ranks share out experts, with --to deepspeed and megatron (default: as before)")
     add(frameworks, "core_version", "which release of Megatron-Core is to load it, with --to megatron (default: 0.19)")
     checks = parser.add_argument_group("what is checked")
     add(

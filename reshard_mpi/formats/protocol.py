@@ -185,7 +185,7 @@ class PackingOptions(NamedTuple):
     Attributes:
         dp: for how many data-parallel ranks they are.
         zero_stage: of ZeRO.
-        ep: over how many ranks experts are shared out; None: over one or several, as before.
+        ep: over how many ranks experts are shared out; None: as before.
         core_version: the release of Megatron-Core that is to load them, such as 0.19.
         most_file_bytes: how large a file may become.
         name: of the source's folder, if that is of the same format; else empty.

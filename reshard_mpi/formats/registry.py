@@ -243,6 +243,7 @@ _BUILT_IN = (
         joins_by_strategy=True,
         packs=True,
         needs=("dp", "zero_stage"),
+        takes=("ep",),
         has_crc=True,
         sharded_variant="torch",
         default_target="torch",

@@ -81,7 +81,7 @@ class Request(NamedTuple):
     max_shard_size: int | None = None  # most bytes of a file, where files are filled up to a size; None: the usual
     dp: int | None = None  # number of data-parallel ranks of the target, where its files are packed for ranks
     zero_stage: int | None = None  # stage of ZeRO of such a target
-    ep: int | None = None  # ranks of expert parallelism for which an optimizer of Megatron is; None: as the source's
+    ep: int | None = None  # ranks of expert parallelism for which an optimizer is; None: as the source's
     core_version: str | None = None  # release of Megatron-Core that is to load the target; None: the latest known
     source_by_rank: Mapping[int, str] | None = None  # paths of source shards, if the caller lists them
     target_file: str | None = None  # path of the target, for a run whose caller names the file of a single one

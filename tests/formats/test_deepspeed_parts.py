@@ -166,6 +166,46 @@ def test_experts_are_lost_in_a_selection(tmp_path: Path) -> None:
     refused(saved(tmp_path, mixture(), EXPERTS), "lacks experts", exclude=["*deepspeed_experts.3.*"])
 
 
+@pytest.mark.parametrize(("ranks", "ep"), [(4, 4), (4, 1), (2, 2), (6, 1)])
+def test_another_number_of_ranks_that_share_experts(tmp_path: Path, ranks: int, ep: int) -> None:
+    source = saved(tmp_path, mixture(), EXPERTS)
+    out = written(source, tmp_path / "out", 2, ranks, ep=ep)
+    reshard_mpi.verify(source, out)
+    for rank in range(ranks):
+        path = out / f"global_step3/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        state = deepspeed_peer.load(path)["optimizer_state_dict"]
+        assert state["partition_count"] == [ranks, ranks // ep]
+        assert state["base_optimizer_state"]["param_groups"][1]["name"] == f"ep_size_{ep}"
+    deepspeed_peer.require_read(out, mixture(), Form(2, ranks, expert_parts=ep))
+
+
+@pytest.mark.parametrize(("ranks", "ep", "got"), [(4, 3, "--dp 4"), (3, 3, "over 3 ranks; experts: 4")])
+def test_numbers_of_ranks_that_cannot_share_experts(tmp_path: Path, ranks: int, ep: int, got: str) -> None:
+    refused(saved(tmp_path, mixture(), EXPERTS), got, ranks=ranks, ep=ep)
+
+
+def test_a_model_without_experts_has_none_to_share(tmp_path: Path) -> None:
+    refused(saved(tmp_path, pipeline(), PIPELINE), "0 layers with experts", ep=2)
+
+
+def test_groups_that_would_become_one(tmp_path: Path) -> None:
+    """Two layers whose experts are divided over 2 and over 4 ranks: over 2 ranks their groups have one name."""
+    other = "m.deepspeed_experts."
+    shapes = {f"{other}{number}.a": (3,) for number in range(4)}
+
+    def divide(root: Any) -> None:
+        first, second = root["optimizer"]["param_groups"]
+        names = second["params"]
+        groups = [[name for name in names if (name in shapes) == is_other] for is_other in (False, True)]
+        of_four = {**second, "name": "ep_size_4", "params": groups[1]}
+        root["optimizer"]["param_groups"] = [first, {**second, "params": groups[0]}, of_four]
+
+    training = deepspeed_peer.training({"w": (3,)}, SHAPES | shapes, experts={BEFORE: 4, other: 4})
+    source = in_torch(tmp_path, saved(tmp_path, training, EXPERTS), divide)
+    refused(source, "in other groups, or in another order", ranks=2)
+    reshard_mpi.verify(source, written(source, tmp_path / "out", ranks=4))
+
+
 def backwards(root: Any) -> None:
     root["optimizer"]["param_groups"][1]["params"].reverse()
 
@@ -181,7 +221,8 @@ def twice(root: Any) -> None:
 def test_another_division_of_groups_that_depend_on_it(tmp_path: Path, edit: Callable[[Any], None]) -> None:
     """An order of its own, and a group that DeepSpeed has divided in two, stay as they are over as many ranks."""
     source = in_torch(tmp_path, saved(tmp_path, mixture(), EXPERTS), edit)
-    assert "a multiple of 2 ranks" in refused(source, "in other groups, or in another order", ranks=3)
+    assert "a multiple of 2" in refused(source, "in other groups, or in another order", ranks=3)
+    refused(source, "in other groups, or in another order", ranks=4, ep=4)
     out = written(source, tmp_path / "out", ranks=6)
     reshard_mpi.verify(source, out)
     # The second group of some has but a part of the weights of each expert.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -90,8 +91,8 @@ def sources(deepspeed: DeepSpeed) -> dict[str, Path]:
     return {name: deepspeed.begin(stage, ranks, is_bf16=is_bf16) for name, (stage, ranks, is_bf16) in SOURCES.items()}
 
 
-def convert(source: Path, target: Path, stage: int, ranks: int) -> None:
-    options = ("--to", "deepspeed", "--dp", str(ranks), "--zero-stage", str(stage))
+def convert(source: Path, target: Path, stage: int, ranks: int, *more: str) -> None:
+    options = ("--to", "deepspeed", "--dp", str(ranks), "--zero-stage", str(stage), *more)
     run_apart("transform", source, target, *options, "--jobs", "1", check=True)
 
 
@@ -208,6 +209,7 @@ GOING_ON = [
     ("experts in fp32", 3, {}),
     ("experts in fp32", 2, {"ep_size": 2}),
     ("experts in fp32", 1, {"stage": 2}),
+    ("experts in fp32", 4, {"ep_size": 1}),
 ]
 
 
@@ -223,7 +225,9 @@ def test_pipelines_and_experts_go_on_with_other_ranks(
     """At equal sizes bit by bit as the training that went on. Experts are divided over ranks as far as these allow."""
     before, (begun, stages) = divided[name], DIVIDED[name]
     task = {**begun, "ep_size": 1, **others}
-    convert(before / "saved", tmp_path / "made", task["stage"], ranks)
+    is_usual = task["ep_size"] == math.gcd(begun.get("ep_size", 1), ranks)
+    more = () if is_usual else ("--ep", str(task["ep_size"]))
+    convert(before / "saved", tmp_path / "made", task["stage"], ranks, *more)
     after = deepspeed.load(tmp_path / "made", **{**task, "ranks": ranks * stages}, kind=name.partition(" ")[0])
     assert differing(by_name(after / "saved/now"), by_name(before / "saved/now")) == []
     expected, got = (by_name(folder / "stepped/now") for folder in (before, after))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from reshard_mpi.formats.deepspeed.parameters import OF_EXPERT, TIED
 from reshard_mpi.formats.deepspeed.torch_forms import dictionary_of
 from reshard_mpi.formats.deepspeed.training_tree import IS_PIPELINE, LAYERS, PIPELINE, STAGES
 from reshard_mpi.formats.nest.nodes import Dict, NestTensor
+from reshard_mpi.formats.protocol import PackingOptions
 from reshard_mpi.formats.torch.framework_files import text_of
 from reshard_mpi.text import counted, shortened
 
@@ -54,7 +56,7 @@ class ModelParts(NamedTuple):
 
 
 def parts_of(
-    root: Dict, groups: Sequence[Sequence[LaidParameter]], settings: Sequence[Dict], zero_stage: int, ranks: int
+    root: Dict, groups: Sequence[Sequence[LaidParameter]], settings: Sequence[Dict], options: PackingOptions
 ) -> ModelParts:
     """Return how the model of a training is divided.
 
@@ -63,7 +65,14 @@ def parts_of(
 
     Raises TargetError if DeepSpeed could not load it so, or the source does not say what it takes.
     """
-    counts = _experts(root)
+    counts, zero_stage = _experts(root), options.zero_stage
+    if options.ep is not None and (not counts or options.dp % options.ep):
+        raise TargetError(
+            f"experts cannot be divided over {counted(options.ep, 'rank')}",
+            expected="a model with experts, and --dp that is a multiple of --ep",
+            got=f"{counted(len(counts), 'layer')} with experts, --dp {options.dp}",
+            remedy="leave out --ep, or choose another number",
+        )
     if root.get(IS_PIPELINE) is True:
         what, most = "pipeline", 1
     elif counts:
@@ -81,7 +90,7 @@ def parts_of(
         if counts:
             raise _not_written("experts in a pipeline", "a pipeline, or experts", min(counts))
         return _of_pipeline(root, groups, settings)
-    return _of_experts(root, counts, groups, settings, ranks)
+    return _of_experts(root, counts, groups, settings, options)
 
 
 def _not_written(what: str, expected: str, got: str, remedy: str = _OTHERWISE) -> TargetError:
@@ -207,47 +216,51 @@ def _of_experts(
     counts: Mapping[str, int],
     groups: Sequence[Sequence[LaidParameter]],
     settings: Sequence[Dict],
-    ranks: int,
+    options: PackingOptions,
 ) -> ModelParts:
     trained = {parameter.name for own in groups for parameter in own}
     order = {str(key): place for place, (key, own) in enumerate(root.get("model").pairs()) if type(own) is NestTensor}
     odd = next((name for name in order if OF_EXPERT.fullmatch(name) and name not in trained), None)
     if odd is not None:
         raise _not_written("tensors of experts that are not trained", "experts with parameters alone", repr(odd))
+    sizes = [_ep_size(own, of_group, counts, number) for number, (own, of_group) in enumerate(zip(groups, settings))]
+    parts_of_groups = [size and (options.ep or math.gcd(size, options.dp)) for size in sizes]
+    made = [
+        dictionary_of({**dict(of_group.pairs()), "name": f"ep_size_{parts}"}) if parts else of_group
+        for of_group, parts in zip(settings, parts_of_groups)
+    ]
+    texts = Counter(map(text_of, made))
     laid: list[_Parts] = []
-    made: list[Dict] = []
     notes: dict[str, None] = {}
-    for number, (own, of_group) in enumerate(zip(groups, settings)):
-        if not any(OF_EXPERT.fullmatch(each.name) for each in own):
-            laid.append([own])
-            made.append(of_group)
-            continue
-        size = _ep_size(own, of_group, counts, number)
-        parts = math.gcd(size, ranks)
+    for number, (own, size, parts) in enumerate(zip(groups, sizes, parts_of_groups)):
         if parts != size:
             in_order = sorted(own, key=lambda each: (_place(each, counts, size)[0], order[each.name]))
-            are_split = sum(text_of(other) == text_of(of_group) for other in settings) > 1
-            if in_order != [*own] or are_split or sum(each.size for each in own) > _MOST_IN_GROUP * parts:
+            is_one = texts[text_of(made[number])] == 1 and sum(each.size for each in own) <= _MOST_IN_GROUP * parts
+            if in_order != [*own] or not is_one or any(count % parts for count in counts.values()):
                 raise _not_written(
                     f"group {number} of the optimizer, whose experts would be in other groups, or in another order",
-                    f"a multiple of {size} ranks, over which they are divided now",
-                    str(ranks),
-                    f"choose another number of ranks (--dp), or {_OTHERWISE.removeprefix('choose ')}",
+                    f"them over {size} ranks, as they are now: --dp that is a multiple of {size}, and no other --ep",
+                    f"over {counted(parts, 'rank')}; experts: {', '.join(map(str, counts.values()))}"[:200],
+                    f"choose such numbers of ranks, or {_OTHERWISE.removeprefix('choose ')}",
                 )
             own = sorted(own, key=lambda each: (_place(each, counts, parts)[0], order[each.name]))
             over = f"{counted(parts, 'rank')}, and were over {size}"
             notes[f"experts are divided over {over}: give their layers ep_size={parts}"] = None
-        laid.append(_by_part(own, counts, parts, number))
-        made.append(dictionary_of({**dict(of_group.pairs()), "name": f"ep_size_{parts}"}))
+        laid.append(_by_part(own, counts, parts, number) if parts else [own])
     apart = tuple(f"{before}{number}." for before, count in counts.items() for number in range(count))
     return ModelParts([laid], made, apart, experts=tuple(counts.values()), notes=tuple(notes))
 
 
 def _ep_size(own: Sequence[LaidParameter], settings: Dict, counts: Mapping[str, int], number: int) -> int:
-    """Return over how many ranks the experts of a group are divided. Raises TargetError if it does not say it."""
+    """Return over how many ranks the experts of a group are divided; 0 if it has none.
+
+    Raises TargetError if it does not say it.
+    """
     name = settings.get("name")
     match = _EP_SIZE.fullmatch(name) if type(name) is str and settings.get("moe") is True else None
     experts = [*filter(None, (OF_EXPERT.fullmatch(each.name) for each in own))]
+    if not experts:
+        return 0
     if match is None or len(experts) < len(own) or any(counts[each["before"]] % int(match[1]) for each in experts):
         raise _not_written(
             f"group {number} of the optimizer, which has experts",

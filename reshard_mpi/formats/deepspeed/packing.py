@@ -96,7 +96,7 @@ def packed(
     ranks, stage = options.dp, options.zero_stage
     nest = nest_of(tensors, strings)
     training, tensors, own_types = _training(nest), nest.tensors, nest.of_engine(own_types)
-    parts = parts_of(training.root, _groups(training, tensors), training.settings, stage, ranks)
+    parts = parts_of(training.root, _groups(training, tensors), training.settings, options)
     layout = _layout(training, parts, tensors, own_types, ranks, stage)
     origins = weights_made_of(tensors, layout.shared, own_types)
     of_settings = flatten_tree.flatten(Dict([SETTINGS, [*training.settings]]), is_nest_tensor).tensors
