@@ -13,6 +13,7 @@ from support.deepspeed_peer import Form, Spoil, Training
 
 import reshard_mpi
 from reshard_mpi.errors import TargetError
+from reshard_mpi.formats.deepspeed.file_names import TargetNames, sorted_files
 
 BEFORE = "l.deepspeed_experts."
 SHAPES = {
@@ -59,6 +60,20 @@ def refused(source: Path, word: str, stage: int = 1, ranks: int = 2, **others: A
         written(source, source.parent / "refused", stage, ranks, **others)
     assert not (source.parent / "refused").exists()
     return str(caught.value)
+
+
+def test_a_prefix_says_the_names_of_all_files() -> None:
+    pipeline, experts = TargetNames("t", "bf16_", 1, 2, (0, 3)), TargetNames("t", "", 2, experts=(2, 1))
+    assert [TargetNames.of_prefix(each.prefix) for each in (pipeline, experts)] == [pipeline, experts]
+    files = sorted_files([Path(pipeline.path(number, 8)).name for number in range(8)], "")
+    counts = [len(kind) for kind in files]
+    assert counts == [2, 4, 2, 0, 0]
+    names = [Path(experts.path(number, 6)).name for number in range(6)]
+    assert names[3:] == [
+        f"layer_{layer}_expert_{own}_mp_rank_00_model_states.pt" for layer, own in ((0, 0), (0, 1), (1, 0))
+    ]
+    for forged in ("t/zero1.stages0.layers1", "t/zero1.stages2.layers1,", "t/zero1.experts" + "9" * 10, "t/zero4"):
+        assert TargetNames.of_prefix(forged) == TargetNames()
 
 
 @pytest.mark.parametrize(("stage", "form"), [(2, PIPELINE), (3, PIPELINE), (3, EXPERTS)])

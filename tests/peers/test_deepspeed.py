@@ -64,7 +64,8 @@ class DeepSpeed:
 
     def _do(self, asked: dict[str, Any]) -> Path:
         out = self.folder / f"task_{next(self._numbers)}"
-        usual = {"load": None, "steps": 0, "earlier_steps": 0, "has_scheduler": True, "kind": "plain", "ep_size": 1}
+        usual = {"load": None, "steps": 0, "earlier_steps": 0, "has_scheduler": True, "accumulates_fp32": False}
+        usual |= {"kind": "plain", "ep_size": 1}
         task = {**usual, **asked, "out": str(out)}
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(task) + "\n")
@@ -197,6 +198,7 @@ def test_a_training_of_torch_goes_on_in_deepspeed(tmp_path: Path, deepspeed: Dee
 # Models that are no plain ones: how they begin, over how many ranks each part of them is divided, and how they go on.
 DIVIDED: dict[str, tuple[dict[str, Any], int]] = {
     "pipeline": ({"stage": 1, "ranks": 4, "is_bf16": True}, 2),
+    "pipeline with BF16_Optimizer": ({"stage": 1, "ranks": 4, "is_bf16": True, "accumulates_fp32": True}, 2),
     "experts": ({"stage": 2, "ranks": 2, "is_bf16": True, "ep_size": 2}, 1),
     "experts in fp32": ({"stage": 1, "ranks": 2, "is_bf16": False, "ep_size": 2}, 1),
 }
@@ -204,6 +206,8 @@ GOING_ON = [
     ("pipeline", 2, {}),
     ("pipeline", 1, {}),
     ("pipeline", 3, {}),
+    ("pipeline with BF16_Optimizer", 2, {}),
+    ("pipeline with BF16_Optimizer", 1, {}),
     ("experts", 2, {"ep_size": 2}),
     ("experts", 4, {"ep_size": 2}),
     ("experts in fp32", 3, {}),

@@ -4,7 +4,8 @@ Reads tasks as lines of JSON, and says for each in a line what went wrong, or no
 ranks of a task are forks, which talk over gloo. A task's keys: `ranks`, `stage` of ZeRO, `is_bf16`, `has_scheduler`;
 `load`: a folder to load a checkpoint from, or null; `earlier_steps`: how many that checkpoint does not know of;
 `steps`: how many to take, then; `out`: the folder for what comes of it. `kind`: of the model: `plain`; `pipeline`, of
-two stages; `experts`, which are divided over `ep_size` ranks.
+two stages; `experts`, which are divided over `ep_size` ranks. `accumulates_fp32`: whether gradients are added up in
+float32, for which DeepSpeed takes BF16_Optimizer.
 
 There the engine saves a checkpoint (`saved`), takes one more step, and saves again (`stepped`). Beside each of a plain
 model lie its whole tensors (`saved.pt`), put together of the engine's own files by no more than how DeepSpeed lays them
@@ -151,6 +152,8 @@ def _config(task: Mapping[str, Any]) -> dict[str, Any]:
     }
     if task["has_scheduler"]:
         config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": _RATE}}
+    if task["accumulates_fp32"]:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
     if task["is_bf16"]:
         config["bf16"] = {"enabled": True}
     return config
