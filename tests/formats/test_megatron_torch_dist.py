@@ -146,6 +146,20 @@ def test_layers_that_are_alike_are_told_by_their_order(tmp_path: Path, form: For
     require_all(tmp_path, training)
 
 
+def test_alike_layers_in_chunks_of_which_some_have_none(tmp_path: Path) -> None:
+    """The first stage has no experts in its first chunk, so its first buffer is of layers behind the second stage's."""
+    training = gpt(8, experts=4, is_numbered=True, dense_layers=2)
+    alike = [name for name in training.arrays if name.endswith("experts.linear_fc2.weight")]
+    form = Form(stages=2, chunks=2, expert=2)
+    training = with_alike(training, *alike)
+    write(tmp_path / "told", training, form)
+    require_all(tmp_path / "told", training)
+    other = with_alike(training, *[name for name in training.arrays if ".experts." in name])
+    write(tmp_path / "not", other, form)
+    said = refused("plan", tmp_path / "not", tmp_path / "out")
+    assert "have the same weights" in said and "linear_fc" in said
+
+
 def test_two_that_are_alike_in_a_layer_are_not_told(tmp_path: Path) -> None:
     """Nothing says which was built first. The form that has names needs no order."""
     training = with_alike(gpt(2), NORM, OTHER)

@@ -125,7 +125,7 @@ def of_buckets(
                 keys = {key: of_key for key, of_key in wanted.items() if is_expert(key) == are_experts}
                 cut = parts if not are_experts else parallel.expert_parts
                 own += parameters_of(keys, weights, part % cut, cut, experts, folder)
-            found += placed([of_chain[stage] for stage in stages], own, reader)
+            found += placed([of_chain[stage] for stage in stages], own, parallel.chunks, reader)
     state = _state_of(found, weights, folder)
     if lost := sorted(to_be_found - state.keys()):
         raise ShardError(

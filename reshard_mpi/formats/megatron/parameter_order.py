@@ -200,13 +200,13 @@ def _half(value: float) -> bytes:
 
 
 def placed(
-    stages: Sequence[Sequence[Buffer]], parameters: Sequence[Parameter], reader: ElementReader
+    stages: Sequence[Sequence[Buffer]], parameters: Sequence[Parameter], chunks: int, reader: ElementReader
 ) -> list[PlacedParameter]:
     """Return for each place in the buckets of some ranks the parameter whose state is there.
 
     Args:
         stages: the buffers of the ranks of each stage of the pipeline, which have one place in tensor parallelism.
-        parameters: of all these ranks.
+        parameters: of all these ranks; chunks: into how many each stage's part of the model is divided.
 
     Raises ShardError if a place is no parameter's, or one cannot be told from another.
     """
@@ -222,8 +222,8 @@ def placed(
                 for start, likeness in _told(buffer.dtype, bucket, alike, reader):
                     slots.setdefault(likeness, []).append(_Slot(number, stage, bucket_number, start, bucket))
     decided = {likeness: alike[likeness][0] for likeness in slots if len(alike[likeness]) == 1}
-    order = _PartOrder(decided, slots)
-    return [own for likeness in slots for own in _assigned(alike[likeness], slots[likeness], order)]
+    order, buffers_order = _PartOrder(decided, slots), _BufferOrder(decided, slots, stages, chunks)
+    return [own for likeness in slots for own in _assigned(alike[likeness], slots[likeness], order, buffers_order)]
 
 
 def _told(
@@ -260,7 +260,9 @@ def _not_of_weights(dtype: DType, bucket: Bucket, start: int) -> ShardError:
     )
 
 
-def _assigned(members: Sequence[Parameter], slots: Sequence[_Slot], order: _PartOrder) -> Iterator[PlacedParameter]:
+def _assigned(
+    members: Sequence[Parameter], slots: Sequence[_Slot], order: _PartOrder, buffers_order: _BufferOrder
+) -> Iterator[PlacedParameter]:
     """Yield the parameters of places that are alike. Raises ShardError if it cannot be told which is which."""
     if len(members) == 1:
         if len({slot.stage for slot in slots}) < len(slots):
@@ -274,9 +276,10 @@ def _assigned(members: Sequence[Parameter], slots: Sequence[_Slot], order: _Part
         for slot in slots:
             yield PlacedParameter(members[0], slot.bucket, slot.start)
         return
-    if len(members) != len(slots):
+    numbers = buffers_order.numbers(slots)
+    if len(members) != len(slots) or numbers is None:
         raise _undecided(members[0], members[1], slots[0].bucket)
-    by_place = sorted(slots, key=lambda slot: (-slot.buffer, -slot.stage, *slot[2:4]))
+    by_place = sorted(slots, key=lambda slot: (-numbers[slot.stage, slot.buffer], *slot[2:4]))
     try:
         reverse = sorted(members, key=cmp_to_key(order.compared), reverse=True)
     except _UndecidedError as error:
@@ -291,6 +294,42 @@ class _UndecidedError(Exception):
     def __init__(self, one: Parameter, other: Parameter) -> None:
         super().__init__(one, other)
         self.one, self.other = one, other
+
+
+class _BufferOrder:
+    """Knows in which order buffers of several stages and chunks have parameters of the model.
+
+    A stage has a buffer for each type of weights in each chunk, unless the chunk has no such weights.
+    """
+
+    def __init__(
+        self,
+        decided: Mapping[_Likeness, Parameter],
+        slots: Mapping[_Likeness, Sequence[_Slot]],
+        stages: Sequence[Sequence[Buffer]],
+        chunks: int,
+    ) -> None:
+        self._stages, self._chunks = stages, chunks
+        # Of the parameters in a buffer that are decided, the first one's place in the model.
+        self._first: dict[tuple[int, int], tuple[int, int]] = {}
+        for likeness, parameter in decided.items():
+            section, layer, *_ = parameter.place
+            if section is not None and len(slots[likeness]) == 1:
+                buffer = slots[likeness][0].stage, slots[likeness][0].buffer
+                self._first[buffer] = min(self._first.get(buffer, (section, layer)), (section, layer))
+
+    def numbers(self, slots: Sequence[_Slot]) -> Mapping[tuple[int, int], int] | None:
+        """Return for the buffers of places, as stage and number, which of them is how far back; None: nothing tells."""
+        buffers = {(slot.stage, slot.buffer) for slot in slots}
+        places = {buffer: self._first[buffer] for buffer in buffers if buffer in self._first}
+        if len(places) < len(buffers):
+            dtype = self._stages[slots[0].stage][slots[0].buffer].dtype
+            for stage in {stage for stage, _ in buffers}:
+                own = [number for number, buffer in enumerate(self._stages[stage]) if buffer.dtype == dtype]
+                if len(own) != self._chunks:
+                    return None
+                places.update(((stage, number), (chunk, stage)) for chunk, number in enumerate(own))
+        return {buffer: number for number, buffer in enumerate(sorted(buffers, key=places.__getitem__))}
 
 
 class _PartOrder:

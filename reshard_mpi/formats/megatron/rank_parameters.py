@@ -6,12 +6,13 @@ Files do not say it. It follows from the arguments, the pieces of the weights, a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.megatron.model_names import is_expert, place_of
-from reshard_mpi.formats.megatron.parameter_order import ModelPlace, Parameter, TensorSlice
+from reshard_mpi.formats.megatron.parameter_order import Buffer, ModelPlace, Parameter, TensorSlice
 from reshard_mpi.formats.nest.nodes import Dict, Value
 from reshard_mpi.formats.torch.tensor_pieces import TensorPieces
 from reshard_mpi.sharding.box import Box
@@ -31,14 +32,15 @@ class ParallelSizes:
     """Over how many ranks the training was cut in each way.
 
     Attributes:
-        stages: of the pipeline; expert_parts: over how many ranks each expert is cut.
+        stages: of the pipeline; chunks: into how many each stage's part of the model is divided.
+        expert_parts: over how many ranks each expert is cut.
     """
 
     def __init__(
         self,
         args: Mapping[str, Value],
         weights: Mapping[str, Value],
-        ranks: Mapping[int, Mapping[int, object]],
+        ranks: Mapping[int, Mapping[int, Sequence[Buffer]]],
         objects: Mapping[tuple[int, str], Mapping[int, Value]],
         folder: str,
     ) -> None:
@@ -57,6 +59,9 @@ class ParallelSizes:
                 remedy="copy or restore all files of one save",
             )
         self.stages = stages
+        of_type = (Counter(buffer.dtype for buffer in own) for of_chain in ranks.values() for own in of_chain.values())
+        most = max(max(own.values()) for own in of_type)
+        self.chunks = _count(args.get("virtual_pipeline_model_parallel_size")) or (1 if args else most)
         self._shares = _count(args.get("expert_model_parallel_size"))
         self.expert_parts = _count(args.get("expert_tensor_parallel_size")) or self._expert_parts()
 
