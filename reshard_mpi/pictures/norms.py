@@ -1,4 +1,4 @@
-"""Draw the norms of a checkpoint's tensors by layer and kind, with what an audit has found, as a page (`norms_page`).
+"""Draw the norms of tensors by layer and kind, marked where an audit has found something, as a page (`norms_page`).
 
 The page is made as the page of a plan: names are escaped, no script runs but its own, and nothing is loaded.
 """
@@ -103,7 +103,7 @@ def _charts(norms: Iterable[TensorNorm], marked: Mapping[str, object]) -> list[_
 
 
 def _thinned(points: list[tuple[int, TensorNorm]], marked: Mapping[str, object]) -> list[tuple[int, TensorNorm]]:
-    """Return as many points as a chart has room for, with those that were found."""
+    """Return as many points as a chart has room for, the found ones among them."""
     step = -(-len(points) // _MOST_POINTS)
     found = [point for point in points if point[1].name in marked][:_MOST_POINTS]
     kept = {number for number, _ in (*points[::step], *found)}

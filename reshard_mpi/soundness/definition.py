@@ -123,7 +123,7 @@ class Definition(NamedTuple):
         place: Callable[[str], tuple[int | None, str]],
         where: str,
     ) -> Iterator[Finding]:
-        """Yield what is missing, too much, of another shape, or unlike the tensor that it is tied to.
+        """Yield findings on tensors that are missing, too much, of another shape, or unlike what they are tied to.
 
         Args:
             shapes: of all tensors of the checkpoint.
@@ -160,7 +160,7 @@ class Definition(NamedTuple):
                 yield Finding(FindingKind.TIED, own[name], *place(own[name]), detail)
 
     def _own_names(self, shapes: Mapping[str, Shape]) -> dict[str, str]:
-        """Return the names of a checkpoint's tensors by those that the definition has for them."""
+        """Return, by the names of the definition, the names that a checkpoint has for its tensors."""
         if self.is_all:
             return {name: name for name in shapes}
         weights = [name for name in shapes if kind_of(name) is TensorKind.MODEL]

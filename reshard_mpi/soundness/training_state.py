@@ -19,7 +19,7 @@ from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME, numbers
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest.nodes import NestError
-from reshard_mpi.formats.nest.rebuild_tree import TENSOR, plain, rebuild
+from reshard_mpi.formats.nest.plain_values import leaves, values_beside
 from reshard_mpi.mapping.numbered_state import Training, state_of, training_in
 from reshard_mpi.mapping.optimizer_state import ends_of, parted_anywhere
 from reshard_mpi.mapping.tensor_kinds import STATE_KEY, TensorKind, kin_of, kind_of, parts_of
@@ -245,18 +245,11 @@ def _steps_in(nest: str | None, names: Collection[str]) -> dict[str, float]:
     if nest is None:
         return {}
     try:
-        tree = plain(rebuild(dict.fromkeys(names, TENSOR), {NEST: nest}))
-    except (NestError, ValueError, TypeError, LookupError, AttributeError):
+        values = values_beside(names, {NEST: nest})
+    except NestError:
         return {}
-    return dict(_steps_below(tree, ""))
-
-
-def _steps_below(tree: Any, path: str) -> Iterator[tuple[str, float]]:
-    for key, value in tree.items() if isinstance(tree, dict) else ():
-        if key == STATE_KEY and isinstance(value, dict):
-            for parameter, kept in value.items():
-                step = kept.get("step") if isinstance(kept, dict) else None
-                if isinstance(step, int | float) and not isinstance(step, bool):
-                    yield f"{path}{STATE_KEY}.{parameter}.step", float(step)
-        else:
-            yield from _steps_below(value, f"{path}{key}.")
+    return {
+        name: float(value)
+        for name, value in leaves(values)
+        if name.endswith(".step") and f".{STATE_KEY}." in f".{name}" and isinstance(value, int | float)
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -248,7 +249,7 @@ def test_state_by_numbers_is_its_parameters(tmp_path: Path) -> None:
         return torch_peer.tensor(sample("", array.astype(np.float32)), str(random.integers(1 << 30)))
 
     model = {f"layers.{layer}.w": drawn(4, 3 + layer) for layer in range(3)}
-    state = {
+    state: dict[int, dict[str, Any]] = {
         number: {"step": drawn(value=5), "exp_avg": drawn(4, 3 + number), "exp_avg_sq": drawn(4, 3 + number)}
         for number in range(3)
     }
@@ -261,6 +262,10 @@ def test_state_by_numbers_is_its_parameters(tmp_path: Path) -> None:
     state[1]["exp_avg"], state[2]["step"] = drawn(4, 4), drawn(value=4)
     torch_peer.save(tmp_path / "steps.pt", {"model": model, "optimizer": optimizer})
     assert audited(tmp_path / "steps.pt") == {("step", "optimizer.state.2.step")}
+    for number, kept in state.items():
+        kept["step"] = 5 + (number == 1)
+    torch_peer.save(tmp_path / "values.pt", {"model": model, "optimizer": optimizer})
+    assert audited(tmp_path / "values.pt") == {("step", "optimizer.state.1.step")}
 
 
 def test_names_of_mindspore_tell_whose_state_a_tensor_is(tmp_path: Path) -> None:
