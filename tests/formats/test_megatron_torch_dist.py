@@ -36,6 +36,7 @@ def forms() -> list[tuple[str, Training, Form]]:
         ("one rank", plain, Form()),
         ("chunks", gpt(8), replace(cut, chunks=2, bucket=0)),
         ("chunks and buckets", gpt(8), replace(cut, chunks=2)),
+        ("a layout of the pipeline", gpt(6), replace(cut, chunks=2, layout=((1, 0), (2, 3)))),
         ("not gated", gpt(4, is_gated=False), cut),
         ("tied", gpt(2, is_tied=True), cut),
         ("tied, one stage", gpt(2, is_tied=True), Form(tensor=2, bucket=100)),
@@ -138,7 +139,15 @@ NORM, OTHER = (
 
 
 @pytest.mark.parametrize(
-    "form", [Form(tensor=2, stages=2, bucket=100), Form(stages=2, chunks=2), Form(data=2)], ids=str
+    "form",
+    [
+        Form(tensor=2, stages=2, bucket=100),
+        Form(stages=2, chunks=2),
+        Form(stages=2, chunks=2, layout=((3, 0), (2, 3))),
+        Form(stages=2, chunks=3, layout=((0, 3), (2, 0), (2, 1))),
+        Form(data=2),
+    ],
+    ids=str,
 )
 def test_layers_that_are_alike_are_told_by_their_order(tmp_path: Path, form: Form) -> None:
     training = with_alike(gpt(8), NORM)

@@ -217,6 +217,7 @@ class Form:
 
     Attributes:
         state: one of `FORMS`; chunks: of the model on each stage (virtual pipeline).
+        layout: by chunk, how many layers each stage has; empty: all as many.
         bucket: elements from which on a bucket is full; 0: never.
         has_file: `common.pt` has what ranks have in common, else an object.
         is_own_class: the metadata is of Megatron's own class.
@@ -229,6 +230,7 @@ class Form:
     data: int = 1
     expert: int = 1
     expert_tensor: int = 0
+    layout: tuple[tuple[int, ...], ...] = ()
     bucket: int = 0
     has_file: bool = False
     is_own_class: bool = False
@@ -295,8 +297,8 @@ def built(
         rank: in tensor parallelism.
         expert_rank: only experts of this rank of expert parallelism; None: all that dense optimizers have.
     """
-    per = training.layers // (form.stages * form.chunks)
-    first = chunk * (training.layers // form.chunks) + stage * per
+    layout = form.layout or ((training.layers // (form.stages * form.chunks),) * form.stages,) * form.chunks
+    per, first = layout[chunk][stage], sum(map(sum, layout[:chunk])) + sum(layout[chunk][:stage])
     is_last = (stage, chunk) == (form.stages - 1, form.chunks - 1)
     named: list[tuple[Part, int | None, int]] = []
     if (stage, chunk) == (0, 0):
@@ -480,6 +482,7 @@ def _args(training: Training, form: Form) -> argparse.Namespace:
         tensor_model_parallel_size=form.tensor,
         pipeline_model_parallel_size=form.stages,
         virtual_pipeline_model_parallel_size=form.chunks if form.chunks > 1 else None,
+        pipeline_model_parallel_layout="|".join("t" * layers for own in form.layout for layers in own) or None,
         expert_model_parallel_size=form.expert,
         expert_tensor_parallel_size=form.expert_parts,
         params_dtype=getattr(torch_peer.STAND_INS["torch"], training.dtype),
