@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +19,8 @@ from support.command_line import refused, run_here
 from support.examples import few, many
 from support.megatron_peer import FORMS, KINDS, Contents, Form, Surprise, Training, gpt, write
 
+import reshard_mpi
+from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.testing.sample_tensors import SampleTensor
 
 
@@ -402,6 +407,25 @@ def test_every_key_is_told(tmp_path: Path, state: str) -> None:
     assert "rng_state/shard_0.0_1.1" in said.err
     assert "content_metadata" in said.err
     assert ("per_bucket_numel_unpadded/" in said.err) == (state == "dp_reshardable")
+
+
+def test_what_transformer_engine_keeps_of_modules(tmp_path: Path) -> None:
+    """Nothing, a tensor, or what a stream holds: it comes back under the same keys."""
+    key = "decoder.layers.self_attention.linear_qkv._extra_state/shard_{}_3"
+    scales = SampleTensor("", BY_NAME["uint8"], (3,), b"abc")
+    kept = (None, torch_peer.tensor(scales, "0"), io.BytesIO(b"scales"))
+
+    def add(contents: Contents) -> None:
+        del contents.common["args"]
+        contents.objects.update({key.format(layer): ("__0_0.distcp", [value]) for layer, value in enumerate(kept)})
+
+    write(tmp_path / "source", gpt(3), replace(CUT, stages=3, state=FORMS[1]), spoil=add)
+    reshard_mpi.transform(tmp_path / "source", tmp_path / "out", to="megatron", verify=True)
+    with mock.patch.dict(torch_peer.STAND_INS, {"_io": io, "_codecs": codecs}):
+        objects = dcp_peer.read(tmp_path / "out" / "iter_0000003").objects
+    (nothing,), (tensor,), (stream,) = (objects[key.format(layer)] for layer in range(3))
+    assert nothing is None and torch_peer.sample_of("", tensor).content == b"abc"
+    assert stream.getvalue() == b"scales"
 
 
 def test_unknown_classes_are_not_made(tmp_path: Path) -> None:
