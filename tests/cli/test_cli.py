@@ -403,7 +403,7 @@ def test_help_begins_with_what_must_be_given() -> None:
         "verify": "[OPTION]... SRC [DST]",
         "merge-strategies": "DIR OUT",
         "help": "[TOPIC]",
-        "inspect": "[OPTION]... PATH [GLOB|OTHER|TENSOR[SLICE]]",
+        "inspect": "[OPTION]... PATH [GLOB|OTHER|TENSOR[SLICE]]...",
     }.items():
         first, second = run_here(command, "--help").out.splitlines()[:2]
         assert (first, second) == (f"usage: reshard-mpi {command} {usage}", "")
