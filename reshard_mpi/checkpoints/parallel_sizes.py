@@ -81,7 +81,7 @@ class RankCount(NamedTuple):
         return {**self._asdict(), "obstacles": list(self.obstacles), "fits": not self.obstacles}
 
 
-class ParallelSizes(NamedTuple):
+class PossibleSizes(NamedTuple):
     """Into how many ranks a model can be cut, along each axis by itself."""
 
     sizes: ModelSizes
@@ -157,7 +157,7 @@ def _sizes_in(facts: Mapping[str, object], origin: str) -> ModelSizes:
     return ModelSizes(**found, origin=origin) if any(found.values()) else ModelSizes()
 
 
-def parallel_sizes(tensors: Mapping[str, TensorSize], said: ModelSizes) -> ParallelSizes:
+def parallel_sizes(tensors: Mapping[str, TensorSize], said: ModelSizes) -> PossibleSizes:
     """Return into how many ranks a model can be cut.
 
     Args:
@@ -187,7 +187,7 @@ def parallel_sizes(tensors: Mapping[str, TensorSize], said: ModelSizes) -> Paral
     tensor = model.counts(sizes.heads or _MOST_BY_SHAPE, lambda n: model.tensor_obstacles(n, sizes), model.is_matrix)
     stages = model.counts(sizes.layers or 1, lambda n: _undivided(sizes.layers, "layers", n), model.is_of_layer)
     expert = model.counts(sizes.experts or 0, lambda n: _undivided(sizes.experts, "experts", n), model.is_of_expert)
-    return ParallelSizes(sizes, tuple(notes), tuple(tensor), tuple(stages), tuple(expert))
+    return PossibleSizes(sizes, tuple(notes), tuple(tensor), tuple(stages), tuple(expert))
 
 
 def _undivided(number: int | None, what: str, ranks: int) -> Iterator[str]:
