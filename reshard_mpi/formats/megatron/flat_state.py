@@ -24,7 +24,7 @@ from reshard_mpi.formats.megatron.parameter_order import (
     PlacedParameter,
     placed,
 )
-from reshard_mpi.formats.megatron.rank_parameters import ParallelSizes, cells_of, has_expert_groups, parameters_of
+from reshard_mpi.formats.megatron.rank_parameters import ModelParallelSizes, cells_of, has_expert_groups, parameters_of
 from reshard_mpi.formats.megatron.training_tree import FP32
 from reshard_mpi.formats.nest.nodes import Dict, Value
 from reshard_mpi.formats.torch.tensor_pieces import FlatVector, TensorPieces
@@ -111,7 +111,7 @@ def of_buckets(
     Raises ShardError if they contradict each other, or whose state lies where cannot be told.
     """
     ranks = _by_rank(tensors, objects, folder)
-    parallel = ParallelSizes(args, weights, ranks, objects, folder)
+    parallel = ModelParallelSizes(args, weights, ranks, objects, folder)
     cells = {key: cells_of(key, own) for key, own in weights.items() if type(own) is TensorPieces}
     found: list[PlacedParameter] = []
     to_be_found: set[str] = set()

@@ -1,4 +1,4 @@
-"""Tell which ranks of a Megatron training belong together (`ParallelSizes`), with which parameters.
+"""Tell which ranks of a Megatron training belong together (`ModelParallelSizes`), with which parameters.
 
 Files do not say it. It follows from the arguments, the pieces of the weights, and how many ranks have buckets.
 (megatron/core/parallel_state.py and optimizer/__init__.py of Megatron-Core 0.19)
@@ -28,7 +28,7 @@ def has_expert_groups(objects: Mapping[tuple[int, str], Mapping[int, Value]], ch
     return any(type(group) is Dict and group.get("is_expert_parallel") is True for group in groups or [])
 
 
-class ParallelSizes:
+class ModelParallelSizes:
     """Over how many ranks the training was cut in each way.
 
     Attributes:
