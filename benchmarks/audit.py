@@ -15,7 +15,7 @@ from benchmarks.measure import measure as measure_commands
 from benchmarks.network import shapes
 from benchmarks.peers.ours import COMMAND
 from benchmarks.results import Results
-from benchmarks.rows import Question, answer, largest_process
+from benchmarks.rows import Clock, Question, answer, largest_process
 from benchmarks.workplace import workplace
 from reshard_mpi import formats
 from reshard_mpi.formats.dtypes import BY_NAME
@@ -70,6 +70,7 @@ def measure(megabytes: int, pairs: int, folder: Path | None) -> Results:
         differing, same = Comparison(DiffValues(first, other), peer), Comparison(DiffValues(first, copy), peer)
         questions = [
             Question(differing, "audit.values", f"{size}, all elements differ", megabytes),
+            Question(differing, "audit.values.cpu", f"{size}: CPU time", megabytes, Clock.CPU, Clock.CPU),
             Question(same, "audit.same", f"{size}, the same", megabytes),
         ]
         rows = answer(questions, pairs)
