@@ -82,6 +82,10 @@ TARGETS = {
     "audit.values": Target(Figure.TIME, 3.0, LARGE_MB),
     "audit.values.cpu": Target(Figure.TIME),
     "audit.same": Target(Figure.TIME, 3.0, LARGE_MB),
+    "audit.fp32": Target(Figure.TIME, 1.5, LARGE_MB),
+    "audit.bf16": Target(Figure.TIME, 2.5, LARGE_MB),
+    "audit.experts": Target(Figure.SECONDS, 10.0),
+    "audit.experts.memory": Target(Figure.PEAK, 200 * MIB),
     "audit.memory": Target(Figure.PEAK, 100 * MIB),
     # planning
     "ranks.64": Target(Figure.SECONDS),

@@ -123,7 +123,7 @@ class Definition(NamedTuple):
         place: Callable[[str], tuple[int | None, str]],
         where: str,
     ) -> Iterator[Finding]:
-        """Yield findings on tensors that are missing, too much, of another shape, or unlike what they are tied to.
+        """Yield findings on tensors that are missing, too much, of another shape, or unlike the one they are tied to.
 
         Args:
             shapes: of all tensors of the checkpoint.

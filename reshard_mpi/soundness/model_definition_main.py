@@ -1,4 +1,4 @@
-"""List the tensors with which transformers saves a model, by its configuration: the process that imports it (`main`).
+"""List the tensors with which transformers saves a model: the process that imports it, given a configuration (`main`).
 
 Nothing but classes of transformers itself is used, and no code that a configuration names. The model has no memory for
 its values (torch's `meta` device). transformers 5 keeps experts stacked in memory, and its own conversions
