@@ -133,23 +133,27 @@ def _in_two_files(folder: Path, tensors: Shapes, dtype: str) -> tuple[Path, Path
             first.append(name)
     halves = first, [name for name in names if name not in first]
     paths = folder / "model-00001-of-00002.safetensors", folder / "model-00002-of-00002.safetensors"
-    for path, half in zip(paths, halves):
-        _write(path, {name: tensors[name] for name in half}, 1.0, dtype)
+    for path, half, before in zip(paths, halves, (0, len(first))):
+        _write(path, {name: tensors[name] for name in half}, 1.0, dtype, before)
     file_of = {name: path.name for path, half in zip(paths, halves) for name in half}
     index = {"metadata": {"total_size": sum(sizes.values()) * BY_NAME[dtype].itemsize_bytes}, "weight_map": file_of}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return paths
 
 
-def _write(path: Path, tensors: Shapes, factor: float, dtype: str = "float32") -> None:
-    """Write tensors with normal numbers, times a factor; no two begin alike, as copies would."""
+def _write(path: Path, tensors: Shapes, factor: float, dtype: str = "float32", before: int = 0) -> None:
+    """Write tensors with normal numbers, times a factor; no two begin alike, as copies would.
+
+    Args:
+        before: how many tensors other files have of the same noise.
+    """
     module, kind = formats.by_name("safetensors"), BY_NAME[dtype]
     specs = tuple(TensorSpec(name, kind, shape, Box.whole(shape)) for name, shape in tensors.items())
     shard = reserve_file(module, str(path), ShardSpec(ShardIdentity(0, 1, ""), specs, {}))
     numbers = np.random.default_rng(0).standard_normal(_BLOCK_ELEMENTS, np.float32) * np.float32(factor)
     noise = numbers.astype(to_numpy(kind)).tobytes()
     with path.open("r+b") as stream:
-        for number, entry in enumerate(shard.tensors.values()):
+        for number, entry in enumerate(shard.tensors.values(), before):
             begin = number * _APART_BYTES % (len(noise) // 2)
             for part in entry.source.ranges:  # type: ignore[union-attr]
                 stream.seek(part.offset_bytes)
