@@ -369,6 +369,7 @@ def test_help_names_every_command_and_option() -> None:
         "transform",
         "plan",
         "verify",
+        "audit",
         "diff",
         "commit",
         "ranks",
