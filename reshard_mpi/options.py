@@ -274,6 +274,7 @@ class Option(NamedTuple):
     default: Any = None  # value where the option is not given
     is_recorded: bool = False  # identifies a run, and is kept in its record: the value, or the digest of its file
     is_of_task: bool = False  # not passed on to a batch script, which gives each task its own value, or none
+    is_of_transform: bool = True  # transform takes it; else other commands alone do
 
     @property
     def flag(self) -> str:
@@ -322,8 +323,8 @@ OPTIONS = {
         Option("dtype", TEXTS, "[GLOB=]TYPE", (), is_recorded=True),
         Option("include", TEXTS, "GLOB", (), is_recorded=True),
         Option("exclude", TEXTS, "GLOB", (), is_recorded=True),
-        Option("before", PATH, "CHECKPOINT"),
-        Option("allow", TEXTS, "GLOB", ()),
+        Option("before", PATH, "CHECKPOINT", is_of_transform=False),
+        Option("allow", TEXTS, "GLOB", (), is_of_transform=False),
         Option("accumulated", one_of("mean", "sum", "refuse"), default="refuse", is_recorded=True),
         Option("to", TARGET_FORMAT, is_recorded=True),
         Option("prefix", TEXT, default=formats.DEFAULT_PREFIX, is_recorded=True),
@@ -340,8 +341,8 @@ OPTIONS = {
         Option("verify", FLAG, default=False),
         Option("strict", FLAG, default=False, is_recorded=True),
         Option("replicas", one_of("any", "sample", "check"), default="sample"),
-        Option("atol", TOLERANCE, "NUMBER", 0.0, is_of_task=True),
-        Option("rtol", TOLERANCE, "NUMBER", 0.0, is_of_task=True),
+        Option("atol", TOLERANCE, "NUMBER", 0.0, is_of_transform=False),
+        Option("rtol", TOLERANCE, "NUMBER", 0.0, is_of_transform=False),
         Option("memory", MEMORY, "SIZE|unlimited"),
         Option("max_active", COUNT, "N"),
         Option("jobs", COUNT, "N", is_of_task=True),

@@ -16,14 +16,15 @@ from reshard_mpi.runs.request import Request
 # Options that are about a shell alone.
 _OF_A_SHELL = {"help", "report", "quiet", "verbose", "progress"}
 # Fields of a request for functions whose callers name files.
-_OF_FUNCTIONS = {"source_by_rank", "target_file", "files"}
+_OF_FUNCTIONS = {"source_by_rank", "target_file", "files", "norms"}
+OF_TRANSFORM = {name: option for name, option in OPTIONS.items() if option.is_of_transform}
 
 
 def test_it_has_every_option_of_the_command_line() -> None:
     arguments = set(inspect.signature(reshard_mpi.transform).parameters)
     command = commands_of(parser(["transform"]))["transform"]
     assert {action.dest for action in command._actions} - _OF_A_SHELL | {"comm", "progress"} == arguments
-    assert OPTIONS.keys() | {"source", "target", "comm", "progress"} == arguments
+    assert OF_TRANSFORM.keys() | {"source", "target", "comm", "progress"} == arguments
 
 
 def test_an_option_has_one_name_and_one_default() -> None:
@@ -33,9 +34,9 @@ def test_an_option_has_one_name_and_one_default() -> None:
             assert action.option_strings == [option.flag]
             assert option.flag == ("--from" if option.name == "source_format" else f"--{option.name.replace('_', '-')}")
     arguments = inspect.signature(reshard_mpi.transform).parameters
-    defaults = {name: arguments[name].default for name in OPTIONS}
+    defaults = {name: arguments[name].default for name in OF_TRANSFORM}
     # In Python no map is None, and nothing is divided among processes unasked.
-    assert defaults == {name: option.default for name, option in OPTIONS.items()} | {"map": None, "jobs": 1}
+    assert defaults == {name: option.default for name, option in OF_TRANSFORM.items()} | {"map": None, "jobs": 1}
 
 
 def test_the_same_options_exclude_each_other_everywhere() -> None:

@@ -162,7 +162,9 @@ spec:
 
 def _folders(request: Request) -> Iterator[tuple[str, bool]]:
     """Yield the folders that a run needs, each with whether it is written to; none lies in another."""
-    given = [getattr(request, option.name) for option in OPTIONS.values() if option.kind is PATH]
+    given = [
+        getattr(request, option.name) for option in OPTIONS.values() if option.kind is PATH and option.is_of_transform
+    ]
     maps = [word for word in request.map if Path(word).is_absolute()]
     files = [Path(path).absolute() for path in (request.source, *given, *maps) if path is not None]
     read = {path if path.is_dir() else path.parent for path in files}
@@ -211,7 +213,7 @@ def _command(request: Request, part: str) -> str:
     """Return the one command of a task. exec: signals reach the program itself."""
     lines = [f"exec reshard-mpi transform {_path(request.source)} {_path(request.target)}"]
     for option in OPTIONS.values():
-        given = () if option.is_of_task else getattr(request, option.name)
+        given = getattr(request, option.name) if option.is_of_transform and not option.is_of_task else ()
         for value in given if isinstance(given, tuple) else (given,):
             if value is True:
                 lines.append(option.flag)

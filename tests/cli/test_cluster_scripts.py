@@ -144,7 +144,7 @@ def flags(command: str) -> set[str]:
     return {flag for action in actions for flag in action.option_strings} - {"-h", "--help"}
 
 
-PASSED_ON = {option.flag for option in OPTIONS.values() if not option.is_of_task}
+PASSED_ON = {option.flag for option in OPTIONS.values() if option.is_of_transform and not option.is_of_task}
 
 
 def test_no_option_of_transform_is_forgotten() -> None:
