@@ -38,7 +38,7 @@ class ChunkReads:
         self._allows_holes = allows_holes
         self.holes: dict[str, ReshardError] = {}
         self._known: dict[int, tuple[PieceList, list[int], Pieces]] = {}
-        self._overlapping: dict[tuple[int, Box], list[tuple[int, int, Box]]] = {}
+        self._overlapping: dict[tuple[int, Box, int | None], list[tuple[int, int, Box]]] = {}
         self._places: dict[int, dict[int, int]] = {}
 
     def planned(self, tensors: PlannedTensors) -> PlannedTensors:
@@ -154,7 +154,7 @@ class ChunkReads:
         for place, name in enumerate(group.names):
             number = route.numbers[place]
             pieces = tensors.chunk_lists[tensors.chunk_list_ids[number]]
-            key = (id(pieces), route.region)
+            key = (id(pieces), route.region, limit)
             if key not in self._overlapping:
                 found = overlapping([box for box, _ in pieces], route.region)
                 self._overlapping[key] = list(islice(found, limit))
