@@ -1,8 +1,8 @@
-"""List the tensors with which transformers saves a model: the process that imports it, given a configuration (`main`).
+"""List the tensors with which transformers saves a model: the process that imports it (`main`).
 
 Nothing but classes of transformers itself is used, and no code that a configuration names. The model has no memory for
 its values (torch's `meta` device). transformers 5 keeps experts stacked in memory, and its own conversions
-(`core_model_loading`) tell the names and shapes in files; those of version 4 are the same in both places.
+tell the names and shapes in files; those of version 4 are the same in both places.
 """
 
 from __future__ import annotations
