@@ -1,4 +1,4 @@
-"""Hold the state of an optimizer against the parameters (`StateOfParameters`): complete, of one step, the same weights.
+"""Hold an optimizer's state against its parameters (`StateOfParameters`): complete, of one step, the same weights.
 
 Names tell whose state a tensor is, in any framework's form; state by numbers, as torch has it, is told by the groups in
 the file. Whether a parameter is trained is not known, so one without any state is found only if its kin have some.
