@@ -200,23 +200,25 @@ class ContentPass:
             zeros = len(raw) - int(np.count_nonzero(without_sign))
             self._zeros += zeros
             self._subnormal += int(np.count_nonzero(without_sign < form.normal)) - zeros
-        finite = raw
+        finite, is_finite = raw, None
         if ends.largest >= form.infinity:
             without_sign = raw & self._without_sign
             is_finite = without_sign < form.infinity
             self._nan += int(np.count_nonzero(without_sign >= form.nan))
             self._infinite += int(np.count_nonzero((without_sign >= form.infinity) & (without_sign < form.nan)))
-            self._found_bad(~is_finite)
             finite = raw[is_finite]
             if not len(finite):
+                self._found_bad(~is_finite)
                 return has_zeros
             signed = finite.view(self._signed)
             ends = _Ends.of(finite, int(signed.min()), int(signed.max()), self._sign)
         least, greatest = map(float, np.array([ends.least, ends.greatest], self._raw).view(self._values))
         self._widen(least, greatest)
-        if max(-least, greatest) > form.bound:
+        is_beyond = max(-least, greatest) > form.bound
+        if is_finite is not None or is_beyond:
             with np.errstate(invalid="ignore"):
-                self._found_bad(np.abs(raw.view(self._values).astype(np.float64)) > form.bound)
+                is_in_bounds = np.abs(raw.view(self._values).astype(np.float64)) <= form.bound
+            self._found_bad(~is_in_bounds if is_finite is None else ~(is_in_bounds & is_finite))
         if self._number.itemsize_bytes >= _FLOAT32_BYTES:
             self._add_squares(finite.view(self._values))
         else:
