@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import reshard_mpi.formats  # not from the package, which would look for a function of that name first
-from reshard_mpi.cli.arguments import parser, reading_options, request
+from reshard_mpi.cli.arguments import parser, request
 from reshard_mpi.cli.first_lease import end_if_stopped, stopped_text
 from reshard_mpi.cli.output import (
     asked_pictures,
@@ -372,52 +372,9 @@ def _governor(options: argparse.Namespace) -> int:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from reshard_mpi.checkpoints import inspection_text
-    from reshard_mpi.checkpoints.inspection import inspect, strategy_as_toml
+    from reshard_mpi.cli.inspect_command import inspect_command
 
-    as_text, globs = inspection_text.as_text, options.others
-    if options.parallel_sizes:
-        return _parallel_sizes(options)
-    if not options.toml and (options.stats or (len(globs) == 1 and globs[0].endswith("]"))):
-        from reshard_mpi.cli.tensor_values import show_values
-
-        if show_values(options):
-            return 0
-    if useless := reading_options(options):
-        expected = "TENSOR[SLICE] with the exact name of a tensor, --stats or --parallel-sizes"
-        raise UsageError(f"{useless[0]} goes with elements of tensors", expected=expected, got="a list of tensors")
-    if options.toml:
-        if globs or options.rank or options.stats:
-            got = "GLOB, another path, --rank or --stats"
-            raise UsageError("--toml prints a strategy", expected="PATH alone", got=got)
-        show(strategy_as_toml(options.source))
-        return 0
-    if len(globs) == 1 and os.path.lexists(globs[0]):
-        if options.rank:
-            raise UsageError(
-                "--rank goes with one checkpoint", expected="PATH, or PATH and GLOB", got="two checkpoints"
-            )
-        facts, as_text = inspection_text.compare(options.source, globs[0]), inspection_text.comparison_text
-    else:
-        names = globs[0] if len(globs) == 1 else globs or None
-        facts = inspect(options.source, names, rank=options.rank)
-    show(json.dumps(facts, indent=1) if options.json else as_text(facts))
-    return 0
-
-
-def _parallel_sizes(options: argparse.Namespace) -> int:
-    from reshard_mpi.api.checkpoint import opened
-    from reshard_mpi.checkpoints.parallel_sizes import TensorSize, parallel_sizes, sizes_said
-
-    if options.others or options.rank or options.stats or options.toml:
-        expected, got = "PATH alone", "GLOB, another path, --rank, --stats or --toml"
-        raise UsageError("--parallel-sizes is of whole checkpoints", expected=expected, got=got)
-    asked = request(options)
-    asked = asked if asked.map else asked._replace(config=None)  # then it is not for a map
-    with opened(asked, 0, check=False) as checkpoint:
-        tensors = {name: TensorSize(tensor.shape, tensor.dtype.itemsize) for name, tensor in checkpoint.items()}
-        found = parallel_sizes(tensors, sizes_said(options.source, options.config, checkpoint.attrs))
-    show(json.dumps(found.as_json(), indent=1) if options.json else found.as_text())
+    inspect_command(options)
     return 0
 
 

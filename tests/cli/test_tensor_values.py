@@ -92,7 +92,7 @@ def test_statistics_are_those_of_numpy(array: Array, block: int, data: st.DataOb
     """However many elements are taken at once; 0, NaN and infinities are drawn often."""
     index = indices(data.draw, array.shape)
     with tempfile.TemporaryDirectory() as temporary, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("reshard_mpi.cli.tensor_values._BLOCK", block)
+        patch.setattr("reshard_mpi.cli.inspect_command._BLOCK", block)
         write_ranks({0: {"w": array}}, Path(temporary), "safetensors")
         argument = f"w[{text_of(index)}]"
         facts = json.loads(done("inspect", temporary, argument, "--stats", "--json").out)

@@ -1,4 +1,4 @@
-"""Print elements of a checkpoint's tensors, or statistics over them, for `inspect` (`show_values`)."""
+"""Print what a checkpoint is, elements of its tensors, or statistics over them: `inspect` (`inspect_command`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard_mpi.checkpoints import discovery
-from reshard_mpi.checkpoints.inspection import manifests_of, no_such_name
+from reshard_mpi.checkpoints.inspection import inspect, manifests_of, no_such_name, strategy_as_toml
 from reshard_mpi.cli.arguments import reading_options, request
 from reshard_mpi.cli.output import show
 from reshard_mpi.errors import ReshardError, UsageError
@@ -39,6 +39,53 @@ _BLOCK = 4 * MIB // 8
 _EDGE = 3
 
 _SLICE = re.compile(r"(.+)\[([0-9:,.\- ]+)\]", re.DOTALL)
+
+
+def inspect_command(options: argparse.Namespace) -> None:
+    """Do what `inspect` is asked for. Raises UsageError for options that do not go together."""
+    from reshard_mpi.checkpoints import inspection_text
+
+    as_text, globs = inspection_text.as_text, options.others
+    if options.parallel_sizes:
+        _show_parallel_sizes(options)
+        return
+    shows_values = not options.toml and (options.stats or (len(globs) == 1 and globs[0].endswith("]")))
+    if shows_values and _show_values(options):
+        return
+    if useless := reading_options(options):
+        expected = "TENSOR[SLICE] with the exact name of a tensor, --stats or --parallel-sizes"
+        raise UsageError(f"{useless[0]} goes with elements of tensors", expected=expected, got="a list of tensors")
+    if options.toml:
+        if globs or options.rank or options.stats:
+            got = "GLOB, another path, --rank or --stats"
+            raise UsageError("--toml prints a strategy", expected="PATH alone", got=got)
+        show(strategy_as_toml(options.source))
+        return
+    if len(globs) == 1 and os.path.lexists(globs[0]):
+        if options.rank:
+            raise UsageError(
+                "--rank goes with one checkpoint", expected="PATH, or PATH and GLOB", got="two checkpoints"
+            )
+        facts, as_text = inspection_text.compare(options.source, globs[0]), inspection_text.comparison_text
+    else:
+        names = globs[0] if len(globs) == 1 else globs or None
+        facts = inspect(options.source, names, rank=options.rank)
+    show(json.dumps(facts, indent=1) if options.json else as_text(facts))
+
+
+def _show_parallel_sizes(options: argparse.Namespace) -> None:
+    from reshard_mpi.api.checkpoint import opened
+    from reshard_mpi.checkpoints.parallel_sizes import TensorSize, parallel_sizes, sizes_said
+
+    if options.others or options.rank or options.stats or options.toml:
+        expected, got = "PATH alone", "GLOB, another path, --rank, --stats or --toml"
+        raise UsageError("--parallel-sizes is of whole checkpoints", expected=expected, got=got)
+    asked = request(options)
+    asked = asked if asked.map else asked._replace(config=None)  # then it is not for a map
+    with opened(asked, 0, check=False) as checkpoint:
+        tensors = {name: TensorSize(tensor.shape, tensor.dtype.itemsize) for name, tensor in checkpoint.items()}
+        found = parallel_sizes(tensors, sizes_said(options.source, options.config, checkpoint.attrs))
+    show(json.dumps(found.as_json(), indent=1) if options.json else found.as_text())
 
 
 class _Choice(NamedTuple):
@@ -73,7 +120,7 @@ class _Choice(NamedTuple):
         return {"dtype": self.tensor.dtype.name, "shape": list(self.shape)}
 
 
-def show_values(options: argparse.Namespace) -> bool:
+def _show_values(options: argparse.Namespace) -> bool:
     """Print the elements, or the statistics, that `inspect` is asked for.
 
     Returns False, and prints nothing, if there is nothing to read: the argument is a glob or a path, or is missing, and
