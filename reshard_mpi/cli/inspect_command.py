@@ -1,4 +1,4 @@
-"""Print what a checkpoint is, elements of its tensors, or statistics over them: `inspect` (`inspect_command`)."""
+"""Print a checkpoint, elements of its tensors, or statistics over them: `inspect` (`inspect_command`)."""
 
 from __future__ import annotations
 
