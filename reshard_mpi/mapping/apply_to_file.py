@@ -7,7 +7,7 @@ takes the names that the one before it has made, so the numbers of the files mat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from reshard_mpi.mapping.chain import chained, composed
 from reshard_mpi.mapping.check_optimizers import MadeTensors, owners_by_names, require_own_state
 from reshard_mpi.mapping.direction import Inventory, UnfitMapError
 from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training, in_order, named_tensors, training_in
+from reshard_mpi.mapping.optimizer_state import parted_anywhere
 from reshard_mpi.mapping.optimizers import (
     STATE_KEY,
     Form,
@@ -140,7 +141,7 @@ def _mapped(
     prefix = training.prefix if is_stripped else ""
     optimizers = _optimizers(source, training)
     told = owners_by_names(optimizers, inventory).items()
-    apart = {name for name, in_file in named.items() if name == in_file}
+    apart = {name: name for name, in_file in named.items() if name == in_file}
     of_optimizers = tuple(optimizer.path or STATE_KEY for optimizer in optimizers)
     choice = choice._replace(
         owners={state.removeprefix(prefix): owner.removeprefix(prefix) for state, owner in told},
@@ -152,10 +153,13 @@ def _mapped(
         chain = tuple(chained(rules, choice._replace(named=in_target), plain, forward, like, settings))
         in_files = _chain_in_files(chain, named, in_target)
         all_made = composed(in_files)
-        strangers = _made_apart(training, all_made) - apart if is_below else ()
-        if strangers:
-            apart.update(strangers)
-            continue
+        if is_below:
+            strangers = {number.name: number.name for number in chain[-1].computed}
+            sources_by_name = {own.name: _sources(tensor) for own, tensor in zip(chain[-1].made, all_made, strict=True)}
+            strangers |= _made_apart(training, sources_by_name, of_optimizers)
+            if not strangers.keys() <= apart.keys():
+                apart = strangers | apart
+                continue
         if is_stripped or not _is_prefix_taken_off(training, all_made):
             break
         training = training._replace(prefix="")  # what begins so now is a part of the model with the name of its key
@@ -270,27 +274,38 @@ def _names_in_target(training: Training, like: TargetTemplate | None) -> Callabl
     return renamed
 
 
-def _below_prefix(training: Training, apart: Container[str]) -> Callable[[str], str]:
+def _below_prefix(training: Training, apart: Mapping[str, str]) -> Callable[[str], str]:
     """Return what tensors are called in a target that has the model where the source has it.
 
     Args:
-        apart: the names of tensors that lie beside the model.
+        apart: the names of tensors that are not in the model, and what these are called in the target.
     """
-    return lambda name: name if name in apart or name.startswith(training.state) else f"{training.prefix}{name}"
+    below = training.prefix
+    return lambda name: apart.get(name) or (name if name.startswith(training.state) else f"{below}{name}")
 
 
-def _made_apart(training: Training, made: Iterable[DerivedTensor]) -> set[str]:
-    """Return the names that maps give to tensors beside the model which stay below their own key: `ema.w`, `ema.net.w`.
+def _made_apart(
+    training: Training, sources_of: Mapping[str, Collection[str]], of_optimizers: tuple[str, ...]
+) -> dict[str, str]:
+    """Return the names of tensors that do not go into the model, and what these are called in the target.
+
+    What lies beside the model stays there if it keeps its key: `ema.w`, `ema.net.w`. State that a map names after
+    parameters has their whole names: `moment1.model.w`.
 
     Args:
-        made: the same as if they were the model's.
+        sources_of: by the names that maps give, the names of the sources in the file.
+        of_optimizers: what names in optimizers begin with.
     """
-    names = set()
-    for tensor in made:
-        name = tensor.name.removeprefix(training.prefix)
-        keys = {source.partition(".")[0] for source in _sources(tensor)}
-        if name != tensor.name and keys == {name.partition(".")[0]} != {training.prefix.rstrip(".")}:
-            names.add(name)
+    states = {name for name, sources in sources_of.items() if all(each.startswith(of_optimizers) for each in sources)}
+    parameters = sources_of.keys() - states
+    names = {}
+    for name, sources in sources_of.items():
+        keys = {source.partition(".")[0] for source in sources}
+        if name in states and not name.startswith(training.state):
+            parted = parted_anywhere(name, parameters)
+            names[name] = name if parted is None else parted[1].around(f"{training.prefix}{parted[0]}")
+        elif keys == {name.partition(".")[0]} != {training.prefix.rstrip(".")}:
+            names[name] = name
     return names
 
 

@@ -120,7 +120,8 @@ def owners(
     state_rules = [] if rules is None or direction is None else [side(rule, direction) for rule in rules.states]
     parameters = with_state(shapes)
     parted = ((name, _parameter_of(name, state_rules, shapes)) for name in names if name not in parameters)
-    return {name: told.get(name, owner[0]) for name, owner in parted if owner is not None and owner[0] != name}
+    found = ((name, _told(name, told, shapes) or owner[0]) for name, owner in parted if owner is not None)
+    return {name: owner for name, owner in found if owner != name}
 
 
 def owners_in_part(shapes: Mapping[str, tuple[int, ...]], told: Mapping[str, str]) -> dict[str, str]:
@@ -144,8 +145,15 @@ def owners_in_part(shapes: Mapping[str, tuple[int, ...]], told: Mapping[str, str
     for name in parameters:
         longest = next((end for end in ends_of(name) if end in used), "")
         by_end.setdefault(longest, []).append(name)
-    owner_of = {name: told.get(name, by_end[end][0]) for name, end in end_of.items() if len(by_end.get(end, ())) == 1}
+    lone = ((name, by_end[end][0]) for name, end in end_of.items() if len(by_end.get(end, ())) == 1)
+    owner_of = {name: _told(name, told, shapes) or owner for name, owner in lone}
     return {name: owner for name, owner in owner_of.items() if _has_shape_of(name, owner, shapes)}
+
+
+def _told(name: str, told: Mapping[str, str], shapes: Container[str]) -> str | None:
+    """Return the parameter that an optimizer tells for its state; None if it tells none, or one that is not there."""
+    owner = told.get(name)
+    return owner if owner in shapes else None
 
 
 def ends_of(name: str) -> Iterator[str]:

@@ -229,3 +229,33 @@ def test_an_equation_for_any_name_takes_the_model_and_nothing_beside_it(tmp_path
     # By its own name it goes wherever an equation says.
     reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "named", map="rng_state <=> seed", forward=True)
     assert [*torch_peer.load(tmp_path / "named/rank_0/checkpoint_0.pt")["model"]] == ["fc.w"]
+
+
+def test_state_and_counts_for_mindspore_are_called_the_same_by_names_and_by_numbers(tmp_path: Path) -> None:
+    shapes = {"0.weight": (2, 3), "0.bias": (2,), "1.weight": (4, 2), "1.bias": (4,)}
+    values = {name: tensor(np.full(shape, at, np.float32)) for at, (name, shape) in enumerate(shapes.items())}
+    moments = {name: tensor(np.full(shape, 7 + at, np.float32)) for at, (name, shape) in enumerate(shapes.items())}
+    step = tensor(np.float32(3).reshape(()))
+    settings = {"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False}
+    for keys, form in (([*values], "names"), ([*range(4)], "numbers")):
+        states = {
+            key: {"step": step, "exp_avg": moment, "exp_avg_sq": moment} for key, moment in zip(keys, moments.values())
+        }
+        optimizer = {"state": states, "param_groups": [{"params": keys, **settings}]}
+        torch_peer.save(tmp_path / f"{form}.pt", {"model": dict(values), "optimizer": optimizer})
+        reshard_mpi.transform(tmp_path / f"{form}.pt", tmp_path / form, map="torch-mindspore", forward=True, to="ckpt")
+    by_names, by_numbers = (held(tmp_path / form) for form in ("names", "numbers"))
+    assert {*by_names} == {*by_numbers} >= {"model.0.weight", "moment1.model.0.weight", "global_step"}
+    for name, array in by_names.items():
+        np.testing.assert_array_equal(array, by_numbers[name])
+
+
+def test_state_is_left_out_with_a_parameter_that_a_map_renames(tmp_path: Path) -> None:
+    values = {name: tensor(np.full((2, 3), at, np.float32)) for at, name in enumerate(("model.a.w", "head.w"))}
+    states = {name: {"exp_avg": value} for name, value in values.items()}
+    optimizer = {"state": states, "param_groups": [{"lr": 1.0, "params": [*values]}]}
+    torch_peer.save(tmp_path / "x.pt", {"model": dict(values), "optimizer": optimizer})
+    asked: dict[str, Any] = {"map": "model.{p*} <=> net.{p*}", "forward": True, "exclude": "optimizer.*"}
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "out", **asked)
+    with reshard_mpi.open(tmp_path / "out") as checkpoint:
+        assert {name for name in checkpoint if name.startswith("optimizer.")} == set() and len(checkpoint) == 2
