@@ -442,6 +442,7 @@ def test_its_indexes_do_what_a_serial_run_does(tmp_path: Path, kind: str) -> Non
     assert (c.dst / "reshard.json").read_bytes() == (whole.dst / "reshard.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_two_last_tasks_at_once_commit_all(tmp_path: Path) -> None:
     c = staged(tmp_path)
     whole = c.but(dst=tmp_path / "whole")

@@ -14,6 +14,8 @@ from support.deepspeed_peer import Form
 import reshard_mpi
 from reshard_mpi.errors import ReshardError, TargetError
 
+pytestmark = pytest.mark.slow
+
 SHAPES = {"a.weight": (5, 3), "a.bias": (1,), "b.weight": (7, 2)}
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 KEYS = itertools.count()

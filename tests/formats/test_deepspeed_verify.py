@@ -13,6 +13,8 @@ from support.deepspeed_peer import Form
 import reshard_mpi
 from reshard_mpi.errors import ReshardError
 
+pytestmark = pytest.mark.slow
+
 SHAPES = {"a.weight": (5, 3), "a.bias": (1,), "b.weight": (7, 2), "b.scale": ()}
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -15,6 +15,8 @@ from support.examples import one_at_a_time
 import reshard_mpi
 from reshard_mpi.errors import DisagreementError, TargetError
 
+pytestmark = pytest.mark.slow
+
 SHAPES = {"a.weight": (5, 3), "a.bias": (1,), "b.weight": (6, 6)}
 EQUATIONS = ["NAME [x y] <=> c.weight [y x]", "NAME [x y] <=> NAME [y x]", "NAME [2 x y] <=> NAME [2 y x]"]
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])

@@ -75,7 +75,10 @@ def forms() -> list[tuple[str, Training, Form]]:
     ]
 
 
-@pytest.mark.parametrize(("training", "form"), [pytest.param(*own, id=name) for name, *own in forms()])
+@pytest.mark.parametrize(
+    ("training", "form"),
+    [pytest.param(*own, id=name, marks=pytest.mark.slow if at % 4 else ()) for at, (name, *own) in enumerate(forms())],
+)
 def test_every_form(tmp_path: Path, training: Training, form: Form) -> None:
     write(tmp_path, training, form)
     require_all(tmp_path, training)
