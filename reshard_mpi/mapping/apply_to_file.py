@@ -18,7 +18,7 @@ from reshard_mpi.mapping.carry_values import carried_into
 from reshard_mpi.mapping.chain import chained, composed
 from reshard_mpi.mapping.check_optimizers import MadeTensors, owners_by_names, require_own_state
 from reshard_mpi.mapping.direction import Inventory, UnfitMapError
-from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training, in_order, named_tensors, training_in
+from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training, begins_of, in_order, named_tensors, training_in
 from reshard_mpi.mapping.optimizer_state import parted_anywhere
 from reshard_mpi.mapping.optimizers import (
     STATE_KEY,
@@ -142,7 +142,7 @@ def _mapped(
     optimizers = _optimizers(source, training)
     told = owners_by_names(optimizers, inventory).items()
     apart = {name: name for name, in_file in named.items() if name == in_file}
-    of_optimizers = tuple(optimizer.path or STATE_KEY for optimizer in optimizers)
+    of_optimizers = tuple(begin for optimizer in optimizers for begin in begins_of(optimizer.path))
     choice = choice._replace(
         owners={state.removeprefix(prefix): owner.removeprefix(prefix) for state, owner in told},
         beside=frozenset(name for name in apart if not name.startswith(of_optimizers)) if is_below else (),
@@ -296,7 +296,7 @@ def _made_apart(
         sources_of: by the names that maps give, the names of the sources in the file.
         of_optimizers: what names in optimizers begin with.
     """
-    states = {name for name, sources in sources_of.items() if all(each.startswith(of_optimizers) for each in sources)}
+    states = {name for name, own in sources_of.items() if own and all(each.startswith(of_optimizers) for each in own)}
     parameters = sources_of.keys() - states
     names = {}
     for name, sources in sources_of.items():

@@ -61,17 +61,23 @@ def settings(script: str) -> dict[str, str]:
     return settings_found
 
 
-def run_script(folder: Path, script: str, task: int, *, program: str | None = None) -> Finished:
-    """Run a task of the script, elsewhere, with `program` (Python) or else the real thing as `reshard-mpi`."""
+def run_elsewhere(folder: Path, command: list[str], task: dict[str, str], *, program: str | None = None) -> Finished:
+    """Run a command of a task in another folder, with `program` (Python) or else the real thing as `reshard-mpi`."""
     (folder / "bin").mkdir(exist_ok=True)
     (folder / "elsewhere").mkdir(exist_ok=True)
     stub = folder / "bin" / "reshard-mpi"
     words = COMMAND if program is None else [sys.executable, "-c", program]
     stub.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     stub.chmod(0o755)
+    env = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", **task}
+    return run_command(command, env=env, cwd=folder / "elsewhere")
+
+
+def run_script(folder: Path, script: str, task: int, *, program: str | None = None) -> Finished:
+    """Run a task of the script."""
     (folder / "job.sbatch").write_bytes(os.fsencode(script))
-    env = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": str(task)}
-    return run_command(["bash", str(folder / "job.sbatch")], env=env, cwd=folder / "elsewhere")
+    command = ["bash", str(folder / "job.sbatch")]
+    return run_elsewhere(folder, command, {"SLURM_ARRAY_TASK_ID": str(task)}, program=program)
 
 
 def words_of(folder: Path, script: str, task: int = 0) -> list[str]:
@@ -375,14 +381,8 @@ def mounts_of(manifest: dict[str, Any]) -> dict[str, bool]:
 
 
 def run_index(folder: Path, manifest: dict[str, Any], index: int) -> Finished:
-    """Run the command of an index, elsewhere."""
-    stub = folder / "bin" / "reshard-mpi"
-    stub.parent.mkdir(exist_ok=True)
-    (folder / "elsewhere").mkdir(exist_ok=True)
-    stub.write_text(f'#!/bin/sh\nexec {shlex.join(COMMAND)} "$@"\n')
-    stub.chmod(0o755)
-    env = {"PATH": f"{stub.parent}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": str(index)}
-    return run_command(container_of(manifest)["command"], env=env, cwd=folder / "elsewhere")
+    """Run the command of an index."""
+    return run_elsewhere(folder, container_of(manifest)["command"], {"JOB_COMPLETION_INDEX": str(index)})
 
 
 def test_a_manifest_says_what_the_plan_says(c: Conversion, tmp_path: Path) -> None:
