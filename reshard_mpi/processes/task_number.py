@@ -56,8 +56,9 @@ def task_number(count: int, environ: Mapping[str, str]) -> tuple[int, str]:
     if not told:
         raise UsageError(
             f"--part auto/{count}: nothing says which task this is",
-            expected=", ".join(f"{runner.number} ({runner.runner})" for runner in RUNNERS),
-            got="none of them is set",
+            expected="a variable that says which task of an array this is: "
+            + ", ".join(f"{runner.number} ({runner.runner})" for runner in RUNNERS),
+            got="none of them",
             remedy=f"submit an array of {count} tasks; or say the number: --part I/{count}",
         )
     numbers = {runner: _number(runner, value, count, environ) for runner, value in told.items()}
