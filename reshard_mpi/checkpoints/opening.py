@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.choose_step import NAME_WAYS, name_ending_in_rank, name_without_rank
+from reshard_mpi.checkpoints.quantized_source import with_quantization
 from reshard_mpi.checkpoints.refuse_sources import require_full
 from reshard_mpi.checkpoints.shard_files import ShardFiles, common_name, in_its_rank
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint, locate
@@ -80,7 +81,7 @@ def open_source(
             warning = f"{manifest.path} was saved without what other ranks hold: tensors of theirs may be missing"
             files = files._replace(warnings=(*files.warnings, warning))
     _require_known_ranks(files, strategy)
-    return SourceCheckpoint(files._replace(read=None), strategy, {first: manifest}, damage)
+    return with_quantization(SourceCheckpoint(files._replace(read=None), strategy, {first: manifest}, damage))
 
 
 def _open_folder(
@@ -99,7 +100,7 @@ def _open_folder(
             where=files.path,
             remedy="leave that strategy out",
         )
-    return SourceCheckpoint(files, unsharded(files.path), {0: locate(files, 0)})
+    return with_quantization(SourceCheckpoint(files, unsharded(files.path), {0: locate(files, 0)}))
 
 
 def _require_alone(files: ShardFiles, first: int) -> None:

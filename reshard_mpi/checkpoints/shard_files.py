@@ -57,6 +57,7 @@ class ShardFiles(NamedTuple):
     # describe themselves
     is_recorded: bool = False
     strategy: Strategy | None = None  # by which slices in the files of a folder join, where these need one
+    config: str | None = None  # the file that says how the checkpoint is quantized, if the caller names one
     looks: FirstLooks | None = None  # of the files, each before anything was read of it; None: nobody asks for them
 
     def locate(self, path: str, like: Manifest | None = None) -> Manifest:

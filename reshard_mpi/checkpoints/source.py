@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.shard_files import ShardFiles
-from reshard_mpi.errors import DisagreementError, ReshardError, ShardError, as_reshard_error, told
+from reshard_mpi.errors import DisagreementError, ReshardError, ShardError, StrategyError, as_reshard_error, told
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity
 from reshard_mpi.formats.protocol import OnBytes, uncounted
@@ -18,6 +19,9 @@ from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable
 from reshard_mpi.planning.source_flaws import MissingRanks, UnusableShard
 from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import MIB
+
+if TYPE_CHECKING:
+    from reshard_mpi.quantization.placing import QuantizedWeights
 
 # The structure kept of earlier shards besides the last one's, since neighbouring targets read the same.
 MAX_KEPT_BYTES = 56 * MIB
@@ -71,6 +75,41 @@ class SourceCheckpoint:
         self._stage_ranks: dict[int, int] | None = None
         self._extent = ShardStats()
         self._rule_names: dict[str, dict[int, int]] | None = None
+        self.plain_strategy = strategy  # without what is stored beside quantized weights
+        self.quantization: QuantizedWeights | None = None  # its quantized weights; None: it has none that are known
+        self.looks_quantized = ""  # a tensor which shows that it is quantized, though nothing says how
+
+    @property
+    def quantization_digest(self) -> str | None:
+        """A digest of how it is quantized; None if it is not."""
+        own = self.quantization
+        return None if own is None else hashlib.sha256(own.text.encode()).hexdigest()
+
+    def placed(self, target: Strategy, *, is_global: bool) -> Strategy:
+        """Return a strategy for targets that also lists what is stored beside quantized weights.
+
+        Args:
+            is_global: whether the files of targets say for each piece where in the whole it lies.
+
+        Raises what `QuantizedWeights.placing` raises, StrategyError if nothing says how what is cut is quantized.
+        """
+        if self.quantization is not None:
+            return self.quantization.placing(target, "target", is_global=is_global)
+        if not is_global:
+            self.require_known_cut(target, "target")
+        return target
+
+    def require_known_cut(self, strategy: Strategy, side: str) -> None:
+        """Raise StrategyError if a strategy cuts a tensor that is quantized, and nothing says how."""
+        name = self.looks_quantized
+        if name and any(placement.is_cut for placement in strategy.find(name)):
+            raise StrategyError(
+                f"{name!r} is quantized, and nothing says how, so nothing tells where it may be cut",
+                expected="quantization_config in config.json beside the files of the checkpoint, or --config FILE.json",
+                got=f"a {side} strategy that cuts it",
+                where=f"{self.files.path} and {strategy.origin}",
+                remedy="give the model's configuration: without it scales could come to other rows than their weights",
+            )
 
     @property
     def summary_text(self) -> str:

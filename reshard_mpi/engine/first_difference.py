@@ -9,7 +9,7 @@ from reshard_mpi.engine.open_files import Files, OnBytes
 from reshard_mpi.engine.read import Stream, element_of, fill, read_region
 from reshard_mpi.errors import DamageError
 from reshard_mpi.formats.dtypes import numbers
-from reshard_mpi.formats.locations import ByteRange, LibraryRead, Reduced
+from reshard_mpi.formats.locations import ByteRange, Dequantized, LibraryRead, Reduced
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.chunk_reads import held_tensor
 from reshard_mpi.planning.rank_plan import Check, Copy, Limits, RankPlan, TensorPlan, meeting
@@ -164,6 +164,8 @@ def _place(copy: Copy, element: tuple[int, ...]) -> str:
         return f"at byte {place.offset_bytes} of {place.path}"
     if isinstance(source, Reduced):
         return "joined of several ranks"
+    if isinstance(source, Dequantized):
+        return f"dequantized from {source.weight.stored}"
     return f"in {source.path}" if isinstance(source, LibraryRead) else "in no file"
 
 

@@ -33,8 +33,8 @@ from reshard_mpi.engine.open_files import Files, unreadable
 from reshard_mpi.engine.read import Stream
 from reshard_mpi.engine.tiles import with_space
 from reshard_mpi.formats.dtypes import BY_NAME, DType, to_numpy
-from reshard_mpi.formats.locations import ByteRange, Constant, Converted, LibraryRead, Reduced
-from reshard_mpi.planning.rank_plan import Copy, Limits
+from reshard_mpi.formats.locations import ByteRange, Constant, Converted, Dequantized, LibraryRead, Reduced
+from reshard_mpi.planning.rank_plan import Copy, Limits, meeting
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides
 from reshard_mpi.text import KIB, MIB
@@ -133,7 +133,7 @@ def gather(files: Files, copy: Copy, out: Array, out_box: Box, limits: Limits) -
     if isinstance(source, Constant):
         target_view(out, copy.strides(out_box))[...] = np.frombuffer(source.element, out.dtype)[0]
         return
-    if isinstance(source, LibraryRead | Reduced):
+    if isinstance(source, LibraryRead | Reduced | Dequantized):
         for part, elements in _read_whole(files, copy, source, limits):
             put(elements.view(out.dtype).reshape(-1), part, out, out_box)
         return
@@ -298,6 +298,23 @@ def _joined(files: Files, copy: Copy, source: Reduced, limits: Limits) -> Iterat
         yield part, elements
 
 
+def _dequantized(files: Files, copy: Copy, source: Dequantized, limits: Limits) -> Iterator[tuple[Copy, Array]]:
+    """Compute a copy of a quantized weight; yield its parts, with their elements."""
+    from reshard_mpi.engine.dequantize import dequantized
+
+    dtypes = {name: tensor.spec.dtype for name, tensor in source.stored.items()}
+
+    def read(name: str, box: Box) -> Array:
+        elements = np.empty(box.shape, raw_dtype(dtypes[name]))
+        for part in meeting(source.stored[name].copies, box):
+            gather(files, part, elements, box, limits)
+        return elements
+
+    for block in copy.region.blocks(max(1, _CONVERTED_BYTES // _FLOAT32.itemsize_bytes)):
+        part = copy.taking(block)
+        yield part, dequantized(source.weight, part.region, dtypes, read)
+
+
 def _read(source: LibraryRead, box: Box) -> Array:
     try:
         return source.read(box)
@@ -320,7 +337,7 @@ def _gather_converted(files: Files, copy: Copy, source: Converted, out: Array, o
         if converted is None:
             put(place, part, out, out_box)
 
-    if isinstance(source.place, LibraryRead | Reduced):
+    if isinstance(source.place, LibraryRead | Reduced | Dequantized):
         for part, read in _read_whole(files, unconverted, source.place, limits):
             elements, done = read.view(raw_dtype(stored)).reshape(-1), 0
             for block in part.region.blocks(most_elements):
@@ -369,11 +386,13 @@ def _convert_range(files: Files, part: ByteRange, stored: DType, elements: Array
 
 
 def _read_whole(
-    files: Files, copy: Copy, source: LibraryRead | Reduced, limits: Limits
+    files: Files, copy: Copy, source: LibraryRead | Reduced | Dequantized, limits: Limits
 ) -> Iterator[tuple[Copy, Array]]:
     """Read a copy of what can be read in no other order than its own; yield its parts, with their elements."""
     if isinstance(source, LibraryRead):
         return _decoded(files, copy, source, limits)
+    if isinstance(source, Dequantized):
+        return _dequantized(files, copy, source, limits)
     return _joined(files, copy, source, limits)
 
 

@@ -1,12 +1,12 @@
 """Define where the elements of a tensor lie: byte ranges, strides, a library (`ByteRanges`).
 
 Shards have no other places. A plan may take elements that are converted to another type, that are in no file, or that
-are computed of those of several tensors.
+are computed of those of several tensors: sums, and quantized weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard_mpi.formats.dtypes import DType
@@ -14,6 +14,9 @@ from reshard_mpi.sharding.box import Box
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from reshard_mpi.planning.rank_plan import TensorPlan
+    from reshard_mpi.quantization.weights import QuantizedWeight
 
 
 class ByteRange(NamedTuple):
@@ -85,8 +88,18 @@ class Reduced(NamedTuple):
     keeps_equal: bool = True
 
 
+class Dequantized(NamedTuple):
+    """A quantized weight whose elements are computed in float32 when they are read."""
+
+    weight: QuantizedWeight
+    stored: Mapping[str, TensorPlan]  # where the tensors come from, whole, that are stored for it and needed
+
+    def __hash__(self) -> int:
+        return hash(self.weight)
+
+
 # Where a tensor is.
-Location = ByteRanges | StridedView | LibraryRead | Constant | Converted | Reduced
+Location = ByteRanges | StridedView | LibraryRead | Constant | Converted | Reduced | Dequantized
 
 
 def paths_of(location: Location) -> Iterator[str]:
@@ -100,3 +113,7 @@ def paths_of(location: Location) -> Iterator[str]:
     elif isinstance(location, Reduced):
         for place in location.places:
             yield from paths_of(place)
+    elif isinstance(location, Dequantized):
+        for tensor in location.stored.values():
+            for copy in tensor.copies:
+                yield from paths_of(copy.source.source)

@@ -9,7 +9,16 @@ from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.formats.locations import ByteRange, ByteRanges, Constant, Converted, Location, Reduced, StridedView
+from reshard_mpi.formats.locations import (
+    ByteRange,
+    ByteRanges,
+    Constant,
+    Converted,
+    Dequantized,
+    Location,
+    Reduced,
+    StridedView,
+)
 from reshard_mpi.sharding.box import Box
 
 
@@ -117,6 +126,8 @@ def _element_bytes(place: Location | None, dtype: DType) -> int:
         place, dtype = place
     if isinstance(place, Reduced):
         return sum(_element_bytes(part, dtype) for part in place.places)
+    if isinstance(place, Dequantized):
+        return max(1, place.weight.scheme.bits // 8)
     return 0 if isinstance(place, Constant) else dtype.itemsize_bytes
 
 

@@ -86,7 +86,7 @@ def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
             f"optimizers of stages cannot be joined, and those of the first are kept: {why}" for why in reasons
         )
     taken = ((held.names, held.group, held.layout) for held in target.classes if held.share is GradientShare.TAKEN)
-    alike = list(replicas_to_compare(taken, target.layouts.box, policy.replicas))
+    alike = list(replicas_to_compare(taken, target.layouts.box, policy.replicas, target.source_strategy.alike))
     joining = target.joining
     if joining is not None and policy.replicas is not Replicas.ANY:
         for held in target.classes:

@@ -140,6 +140,8 @@ _PARTIAL_SUMS = (
     " (--accumulated mean or sum)"
 )
 
+_ONE_SCALE = "parts of one quantized weight have scales of their own: they were quantized one by one"
+
 # Identifies the ranks that hold the same parts: equal ones stand for the same ranks.
 Holding = tuple[tuple[Placement, Piece], ...]
 
@@ -173,7 +175,10 @@ class ReplicaGroup(NamedTuple):
 
 
 def replicas_to_compare(
-    wanted: Iterable[tuple[Iterable[str], SourceGroup, Layout]], box_of: Callable[[Layout], Box], replicas: Replicas
+    wanted: Iterable[tuple[Iterable[str], SourceGroup, Layout]],
+    box_of: Callable[[Layout], Box],
+    replicas: Replicas,
+    always: Container[str] = (),
 ) -> Iterator[ReplicaGroup]:
     """Yield the replicas of needed parts to compare: those likely to differ, and with CHECK all others too.
 
@@ -183,6 +188,7 @@ def replicas_to_compare(
     Args:
         wanted: the names of the tensors of a target, with how the source and how the target hold them.
         box_of: returns the target's box by the latter.
+        always: names of tensors to compare unless replicas are taken from anywhere.
     """
     names_by_key: dict[tuple[tuple[Layout, ...], Layout, str, int, bool], list[str]] = {}
     for group_names, group, target in wanted:
@@ -196,8 +202,9 @@ def replicas_to_compare(
             why = "these ranks should hold the same" if replicas is Replicas.CHECK else ""
         for name in group_names:
             partial = group.listed and is_partial_sum(name)
-            if partial or why:
-                reason, itemsize_bytes = _PARTIAL_SUMS if partial else why, group.dtype.itemsize_bytes
+            why_here = why or (_ONE_SCALE if replicas is not Replicas.ANY and name in always else "")
+            if partial or why_here:
+                reason, itemsize_bytes = _PARTIAL_SUMS if partial else why_here, group.dtype.itemsize_bytes
                 key = (group.layouts, target, reason, itemsize_bytes, group.listed)
                 names_by_key.setdefault(key, []).append(name)
     for (layouts, target, why, itemsize_bytes, listed), names in names_by_key.items():

@@ -5,6 +5,9 @@ from __future__ import annotations
 from math import lcm
 from typing import NamedTuple
 
+# The name of the text, in files of ranks, that says how a checkpoint is quantized: the configuration's own key.
+SCHEME_TEXT = "quantization_config"
+
 
 class Scheme(NamedTuple):
     """A way of quantizing, as a checkpoint's configuration says it.

@@ -57,7 +57,7 @@ class TensorMap(NamedTuple):
         Raises MapError if the map cannot be read, UsageError for options that do not belong together.
         """
         if not request.map:
-            options = {"--config": request.config, "--forward": request.forward, "--reverse": request.reverse}
+            options = {"--forward": request.forward, "--reverse": request.reverse}
             for option, given in (options | {"--axis": request.axis, "--like": request.like}).items():
                 if given:
                     raise UsageError(f"{option} belongs to a map", expected="--map as well", got="no --map")

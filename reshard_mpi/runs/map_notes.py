@@ -17,6 +17,8 @@ from reshard_mpi.mapping.selection import TargetTemplate
 from reshard_mpi.planning.map_routes import MappedTensors
 from reshard_mpi.planning.rank_plan import LEFT_OUT, RankPlan
 from reshard_mpi.planning.tensor_names import Accumulated, is_partial_sum
+from reshard_mpi.quantization.placing import QuantizedWeights
+from reshard_mpi.quantization.weights import QuantizedWeight
 from reshard_mpi.text import counted, shortened
 
 
@@ -58,11 +60,18 @@ class MapsOutcome(NamedTuple):
     packed: Packed | None  # the files that the result is packed into
     kinds: Mapping[str, TensorType]  # of the whole tensors that the maps make
     whole: RankPlan  # of these, if they are packed
+    quantization: QuantizedWeights | None = None  # the quantized weights that the maps make
+    dequantized: Sequence[QuantizedWeight] = ()  # the weights that are dequantized before
 
     @property
     def left_out(self) -> tuple[str, ...]:
         """The names of tensors that go nowhere, from each map's sources and the last one's results."""
         return tuple(dict.fromkeys(name for step in self.steps for name in step.mapped.left_out))
+
+    @property
+    def stored_names(self) -> frozenset[str]:
+        """The names of the tensors that are stored for dequantized weights."""
+        return frozenset(name for weight in self.dequantized for name in weight.names)
 
     @property
     def constants(self) -> tuple[ConstantTensor, ...]:

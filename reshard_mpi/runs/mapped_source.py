@@ -32,6 +32,7 @@ from reshard_mpi.planning.rank_plan import PlannedTensors, RankPlan
 from reshard_mpi.planning.shared_facts import OWN
 from reshard_mpi.planning.source_flaws import MissingRanks, UnusableShard
 from reshard_mpi.planning.tensor_names import Accumulated, Unlisted, is_partial_sum
+from reshard_mpi.quantization.weights import SCHEME_TEXT, QuantizedWeight
 from reshard_mpi.runs.check_maps import (
     TensorMap,
     require_equal,
@@ -145,6 +146,12 @@ class MappedCheckpoint(SourceCheckpoint):
         self.original.forget()
         self._made = self._recipes = None
 
+    def placed(self, target: Strategy, *, is_global: bool) -> Strategy:
+        suspect, outcome = self.original.source.looks_quantized, self._opened()
+        of_suspect = (tensor.name for tensor in outcome.made if suspect and suspect in tensor.sources.values())
+        self.quantization, self.looks_quantized = outcome.quantization, next(of_suspect, "")
+        return super().placed(target, is_global=is_global)
+
     def stage_ranks(self) -> dict[int, int]:
         return {0: 0}
 
@@ -213,7 +220,7 @@ class MappedCheckpoint(SourceCheckpoint):
         Args:
             is_asked: tells which tensors are asked for.
         """
-        taken = self._opened().inventory.keys()
+        taken = {*self._opened().inventory, *self._opened().stored_names}
         rules, choice, *_ = self.tensor_map
 
         def is_wanted(name: str) -> bool:
@@ -226,6 +233,10 @@ class MappedCheckpoint(SourceCheckpoint):
         outcome = self._opened()
         of_tensors = notes_of_tensors(outcome, self._wanted(outcome.made))
         packed = () if outcome.packed is None else outcome.packed.notes
+        if outcome.dequantized:
+            from reshard_mpi.runs.map_quantized import notes_on as notes_on_quantized
+
+            packed = (*notes_on_quantized(outcome.dequantized), *packed)
         return (*of_tensors, *outcome.notes, *notes_of_nest(outcome, self.tensor_map.like), *packed)
 
     def cut_warnings(self, plan: RankPlan) -> tuple[str, ...]:
@@ -278,15 +289,33 @@ class MappedCheckpoint(SourceCheckpoint):
     def _map_source(self) -> MapsOutcome:
         """Plan the source as one full checkpoint, and apply the maps to it one after another."""
         plan = self.original.plan(0, checked=False)
+        quantization = self.original.source.quantization
+        dequantizing: Sequence[QuantizedWeight] = ()
+        if quantization is not None:
+            from reshard_mpi.planning.quantized_tensors import dequantized
+            from reshard_mpi.runs.map_quantized import to_dequantize
+
+            dequantizing, quantization = to_dequantize(quantization, self.tensor_map)
+            plan = dequantized(plan, dequantizing) if dequantizing else plan
         inventory = _inventory_of(plan)
         nest = plan.strings.get(NEST)
         tied = {} if nest is None else tied_tensors(self.original.source, inventory)
         rules, choice, forward, like, _ = self.tensor_map
-        made_file = applied_to_file(rules, choice, inventory, SourceTree(nest, tied, self.files.path), forward, like)
+        seen = inventory
+        if quantization is not None:
+            from reshard_mpi.mapping.companions import without_companions
+
+            seen = without_companions(inventory, quantization.weights)
+        made_file = applied_to_file(rules, choice, seen, SourceTree(nest, tied, self.files.path), forward, like)
+        if quantization is not None:
+            from reshard_mpi.runs.map_quantized import companions_followed
+
+            made_file, quantization = companions_followed(made_file, quantization, inventory)
         steps: list[MapStep] = []
         for mapped, own_rules in zip(made_file.mapped, rules or (None,)):
             steps.append(self._planned(mapped, own_rules, plan if not steps else steps[-1].planned))
-        strings = {name: text for name, text in plan.strings.items() if name != NEST}
+        gone = (NEST,) if quantization is not None else (NEST, SCHEME_TEXT)
+        strings = {name: text for name, text in plan.strings.items() if name not in gone}
         if made_file.nest is not None:
             strings[NEST] = made_file.nest
         kinds = {tensor.name: TensorType(tensor.dtype, tensor.shape.shape) for tensor in steps[-1].mapped.made}
@@ -298,11 +327,13 @@ class MappedCheckpoint(SourceCheckpoint):
             made=made_file.made,
             manifest=Manifest(self.files.path, self.files.format, steps[-1].tensors, strings),
             notes=made_file.notes,
-            needed=self._needed(steps),
+            needed=self._needed(steps, dequantizing),
             warnings=made_file.warnings,
             packed=None,
             kinds=kinds,
             whole=plan,
+            quantization=quantization,
+            dequantized=dequantizing,
         )
         if self.packing is not None:
             outcome = self._pack(outcome, self.packing)
@@ -330,7 +361,7 @@ class MappedCheckpoint(SourceCheckpoint):
             compared = {name for equal in parts.equal for name in equal.names}
             return outcome._replace(needed=outcome.needed | compared)
         made = made_of_first(parts, outcome.made, last.mapped.constants)
-        return outcome._replace(made=made, needed=self._needed(steps))
+        return outcome._replace(made=made, needed=self._needed(steps, outcome.dequantized))
 
     def _planned(self, mapped: MapResult, rules: Rules | None, plan: RankPlan) -> MapStep:
         """Return what one map makes of the tensors of a plan, with the numbers that are computed of theirs."""
@@ -348,7 +379,8 @@ class MappedCheckpoint(SourceCheckpoint):
         names = {tensor.name for tensor in derived}
         return [tensor for tensor in derived if self.is_wanted(tensor.name, names)]
 
-    def _needed(self, steps: Sequence[MapStep]) -> frozenset[str]:
+    def _needed(self, steps: Sequence[MapStep], dequantized: Sequence[QuantizedWeight]) -> frozenset[str]:
+        """Return the names of the checkpoint's tensors that go into targets or are looked at."""
         needed = {tensor.name for tensor in self._wanted(steps[-1].mapped.made)}
         for step in reversed(steps):
             mapped = step.mapped
@@ -356,7 +388,7 @@ class MappedCheckpoint(SourceCheckpoint):
             needed.update(name for equal in mapped.equal for name in equal.names)
             needed.update(pads.name for pads in mapped.pads)
             needed.update(mapped.counted.names)
-        return frozenset(needed)
+        return frozenset(needed.union(*(weight.names for weight in dequantized if weight.name in needed)))
 
     def _computed(self, mapped: MapResult, plan: RankPlan) -> tuple[list[ConstantTensor], set[int]]:
         """Return the tensors that are computed of single numbers of the source, and the ranks that have these."""

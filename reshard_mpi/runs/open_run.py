@@ -71,7 +71,7 @@ class Run(NamedTuple):
 
             return Unrecorded(Path(request.target))
         identity, resume, overwrite = self._identity(), request.resume, request.overwrite
-        target = self.conversion.target
+        target = self.conversion.placed_target
         table_of_targets = partial(strategy_table.dumps, target) if self.records_strategy else None
         return Journal(Path(request.target), identity, resume=resume, overwrite=overwrite, strategy=table_of_targets)
 
@@ -135,6 +135,7 @@ class Run(NamedTuple):
             "dtype": joined_words(request.dtype),
             "include": joined_words(request.include),
             "exclude": joined_words(request.exclude),
+            "quantization": self.conversion.source.quantization_digest,
         }
         return RunIdentity({**facts, **{name: value for name, value in optional.items() if value}}, files)
 

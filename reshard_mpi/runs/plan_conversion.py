@@ -19,7 +19,7 @@ from reshard_mpi.checkpoints.shard_opener import ShardOpener, ShardShare, requir
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import fill
-from reshard_mpi.errors import CoverageError, ReshardError
+from reshard_mpi.errors import CoverageError, ReshardError, UsageError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
 from reshard_mpi.planning.needed_ranks import check_target_rank
@@ -46,6 +46,7 @@ from reshard_mpi.planning.strategy_check import (
 )
 from reshard_mpi.planning.target_tensors import Policy, TensorClass
 from reshard_mpi.planning.tensor_names import Unlisted, find_or_follow, is_dropped
+from reshard_mpi.quantization.weights import SCHEME_TEXT
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.strategy import Strategy
@@ -103,6 +104,7 @@ class Conversion:
         self._is_fitting = False
         self._table: str | None = None
         self._opener: ShardOpener | None = None
+        self._placed: Strategy | None = None
         self.source.list_rule_names()
 
     def changed(self, **values: Any) -> Conversion:
@@ -116,6 +118,13 @@ class Conversion:
     def planned_source(self) -> SourceCheckpoint:
         """The checkpoint that targets are planned from: the result of the maps, or else the source itself."""
         return self.source if self.view is None else self.view
+
+    @property
+    def placed_target(self) -> Strategy:
+        """The targets' strategy, in which what is stored beside quantized weights is listed as well."""
+        if self._placed is None:
+            self._placed = self.planned_source.placed(self.target, is_global=self.once)
+        return self._placed
 
     def plan(self, target_rank: int, *, checked: bool = True) -> RankPlan:
         """Return the plan of one target rank, after its checks have passed.
@@ -147,6 +156,13 @@ class Conversion:
         for hole in plan.holes.values():
             if isinstance(hole, CoverageError):
                 self._tell_where(hole)
+        quantization = self.planned_source.quantization
+        if quantization is not None and (self.target.world_size > 1 or self.source.strategy.world_size > 1):
+            from reshard_mpi.planning.quantized_tensors import with_piece_shapes
+
+            plan = with_piece_shapes(plan, quantization.weights, is_global=self.once)
+            if self.keeps_strings and self.target.world_size > 1:
+                plan = plan._replace(strings={**plan.strings, SCHEME_TEXT: quantization.text})
         if plan.strings and not self.keeps_strings:
             plan = self._without_strings(plan)
         if self.view is not None:
@@ -160,7 +176,9 @@ class Conversion:
             from reshard_mpi.runs.uncut_state import with_warning
 
             where = self.source.files.path
-            plan = with_warning(plan, self.target, nest, self.policy.unlisted, strict=self.policy.strict, where=where)
+            plan = with_warning(
+                plan, self.placed_target, nest, self.policy.unlisted, strict=self.policy.strict, where=where
+            )
         if plan.gradients:
             from reshard_mpi.planning.gradient_joining import notes_on
 
@@ -289,11 +307,11 @@ class Conversion:
 
     def is_wanted(self, name: str, present: Container[str]) -> bool:
         """Tell whether the targets have a tensor. present: the names of all tensors of the checkpoint."""
-        return self.policy.unlisted is not Unlisted.DROP or not is_dropped(self.target, name, present)
+        return self.policy.unlisted is not Unlisted.DROP or not is_dropped(self.placed_target, name, present)
 
     def without(self, damage: Mapping[int, ReshardError]) -> Conversion:
         """Return the same conversion without source shards that are known to be damaged."""
-        source = open_source(self.source.files, self.source.strategy, damage)
+        source = open_source(self.source.files, self.source.plain_strategy, damage)
         view = None if self.view is None else self.view.of(source)
         return self.changed(source=source, view=view)
 
@@ -335,7 +353,7 @@ class Conversion:
     def shards(self) -> ShardOpener:
         """The opener of the shards that a target needs."""
         if self._opener is None:
-            self._opener = ShardOpener(self.planned_source, self.target, self.policy)
+            self._opener = ShardOpener(self.planned_source, self.placed_target, self.policy)
         return self._opener
 
     def _moments(self, plan: RankPlan, manifests: Mapping[int, Manifest]) -> tuple[SharedFact, ...]:
@@ -388,7 +406,7 @@ class Conversion:
 
     def _strategy_table(self) -> str:
         if self._table is None:
-            self._table = strategy_table.dumps(self.target)
+            self._table = strategy_table.dumps(self.placed_target)
         return self._table
 
 
@@ -403,6 +421,13 @@ def apply_map(
     Args:
         packing: what packs the result into files, if the target's format does.
     """
+    if request.config and not request.map and conversion.source.quantization is None:
+        raise UsageError(
+            "--config belongs to a map, or to a checkpoint that is quantized",
+            expected="--map as well, or a configuration with quantization_config",
+            got="no --map",
+            where=request.config,
+        )
     if not request.is_mapped and packing is None:
         return conversion, {}
     from reshard_mpi.runs.check_maps import TensorMap

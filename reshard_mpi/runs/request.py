@@ -118,7 +118,8 @@ class Request(NamedTuple):
                 require_reachable(path)
             return shards_from_map(self.source_by_rank)
         require_reachable(self.source)
-        return find_shards(self.source, self.select, format_name=self.source_format, src_files=self.src_files)
+        files = find_shards(self.source, self.select, format_name=self.source_format, src_files=self.src_files)
+        return files if self.config is None else files._replace(config=self.config)
 
     def require_list_to_drop_by(self) -> None:
         """Raise UsageError if unlisted tensors are to be dropped, and no target strategy lists any."""
@@ -132,7 +133,7 @@ class Request(NamedTuple):
     @property
     def is_mapped(self) -> bool:
         """Whether the request has maps, types or a selection."""
-        of_maps = (self.map, self.forward, self.reverse, self.config, self.axis, self.like)
+        of_maps = (self.map, self.forward, self.reverse, self.axis, self.like)
         return any((*of_maps, self.dtype, self.include, self.exclude))
 
     def from_anywhere(self) -> Request:

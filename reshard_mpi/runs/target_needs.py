@@ -17,7 +17,7 @@ from reshard_mpi.checkpoints.source import MAX_KEPT_BYTES, SourceCheckpoint
 from reshard_mpi.engine.read import takes_numpy
 from reshard_mpi.engine.shard_transfer import are_many, is_gathered, is_transposed
 from reshard_mpi.errors import TargetError
-from reshard_mpi.formats.locations import Constant, LibraryRead, Reduced
+from reshard_mpi.formats.locations import Constant, Dequantized, LibraryRead, Reduced
 from reshard_mpi.formats.manifest import ShardSpec
 from reshard_mpi.formats.tensor_table import KEPT_OFFSET_BYTES, KEPT_TENSOR_BYTES
 from reshard_mpi.planning.rank_plan import Group, RankPlan, TensorPlan
@@ -312,8 +312,10 @@ class Projection(NamedTuple):
             has_numpy = has_numpy or through_windows or is_summed_in_short_runs
             for source in (copy.source for tensor in (first, *_otherwise_stored(group)) for copy in tensor.copies):
                 stored = source.unconverted
-                if stored is not source or isinstance(stored.source, Reduced):
+                if stored is not source or isinstance(stored.source, Reduced | Dequantized):
                     conversion_bytes = _CONVERSION_BYTES
+                if isinstance(stored.source, Dequantized):
+                    conversion_bytes = 2 * _CONVERSION_BYTES
                 for place in stored.source.places if isinstance(stored.source, Reduced) else (stored.source,):
                     if isinstance(place, LibraryRead):
                         read_bytes = 2 * min(LIMITS.buffer_bytes, stored.size_bytes)  # in the child and in this process

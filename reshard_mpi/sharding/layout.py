@@ -126,6 +126,12 @@ class Layout:
             high[0] = low[0] + height
         return Box(tuple(low), tuple(high))
 
+    def cut_places(self, dim: int) -> set[int]:
+        """Return where pieces begin and end along a dimension."""
+        parts = self.placement.optimizer if dim == 0 else 1
+        slices = (self._slice(dim, index) for index in range(self.placement.slices(dim)))
+        return {low + (high - low) // parts * part for low, high in slices for part in range(parts + 1)}
+
     def pieces_meeting(self, box: Box) -> Iterator[tuple[Piece, Box]]:
         """Yield the pieces that share elements with `box`, each with the shared box, by index and then by part.
 

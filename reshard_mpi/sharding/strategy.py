@@ -22,8 +22,9 @@ class Strategy:
             cut it differently.
         rules: pairs (glob, placement) for names not listed one by one; the first match wins.
         required_rules: the globs of rules that must place at least one tensor of the checkpoint: those people wrote.
-        axes: the names of the mesh axes, where one mesh with names serves all placements. Neither changes which rank
-            holds what.
+        axes: the names of the mesh axes, where one mesh with names serves all placements.
+        alike: names of tensors whose copies are compared before one is taken, whatever a sample of others shows. None
+            of these three changes which rank holds what.
 
     Raises LayoutError unless all stages have the same number of ranks.
     """
@@ -37,6 +38,7 @@ class Strategy:
         origin: str = "",
         required_rules: frozenset[str] = frozenset(),
         axes: tuple[str, ...] = (),
+        alike: frozenset[str] = frozenset(),
     ) -> None:
         self.world_size: Final = world_size
         self.stages: Final = stages
@@ -45,6 +47,7 @@ class Strategy:
         self.origin: Final = origin
         self.required_rules: Final = required_rules
         self.axes: Final = axes
+        self.alike: Final = alike
         # whether the first rule is for every name, as in a full checkpoint: then no pattern is looked at
         self._first_takes_all: Final = bool(rules) and rules[0][0] == "*"
         # the placements of every name, if there is but one rule for all: then nothing is looked up
@@ -155,7 +158,12 @@ class Strategy:
             for placement in self.find(name):
                 stages_here = tuple(stage for stage in placement.stages if stage in stages) or placement.stages
                 listed[name] = placed.setdefault((placement, stages_here), (placement.with_stages(stages_here),))
-        return Strategy(self.world_size, self.stages, listed, self.rules, self.origin, self.required_rules, self.axes)
+        return self.listing_also(listed, self.alike)
+
+    def listing_also(self, parameters: Mapping[str, tuple[Placement, ...]], alike: frozenset[str]) -> Strategy:
+        """Return the same strategy with other names listed one by one, of which copies of some are compared."""
+        ways = (self.rules, self.origin, self.required_rules, self.axes)
+        return Strategy(self.world_size, self.stages, parameters, *ways, alike)
 
     def whole(self) -> Strategy:
         """Return the strategy of one rank that holds whole all that this one lists."""

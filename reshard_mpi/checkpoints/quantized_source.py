@@ -1,0 +1,221 @@
+"""Find out how a checkpoint is quantized, and place what is stored beside its weights (`with_quantization`).
+
+Its configuration says so: that of the model (`config.json`, or the file of `--config`), one of the quantizer alone, or
+the text that files of ranks carry. Shapes never do: 576 rows and 5 scales fit every block from 116 to 143.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.engine.open_files import Files
+from reshard_mpi.engine.read import excerpt
+from reshard_mpi.errors import SourceError
+from reshard_mpi.filesystem import source_files
+from reshard_mpi.formats.dtypes import numbers
+from reshard_mpi.formats.manifest import NEST, Manifest
+from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorEntry, TensorTable, TensorType
+from reshard_mpi.quantization.placing import QuantizedWeights, StoredWeight
+from reshard_mpi.quantization.weights import QuantizedWeight
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.layout import whole_shape_of_parts
+from reshard_mpi.text import MIB
+
+# Files beside a checkpoint that say how it is quantized.
+_FILES = ("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json")
+_MOST_BYTES = 64 * MIB
+_MOST_DIMENSIONS = 8
+# How names end that only quantized checkpoints have; whether it is one is looked into where there are any.
+_SUSPECT_ENDS = ("scale_inv", "qweight", "weight_packed", "weight_scale", "_blocks", "quant_state", "absmax")
+
+
+class _Configuration(NamedTuple):
+    """How a checkpoint is quantized, as a file says. where: that file."""
+
+    content: Mapping[str, Any]
+    where: str
+
+
+def with_quantization(source: SourceCheckpoint) -> SourceCheckpoint:
+    """Return the checkpoint; if it is quantized, its strategy also lists what is stored beside the weights.
+
+    Raises SourceError for a configuration that cannot be read, StrategyError or SourceError where it contradicts the
+    checkpoint, LayoutError where the strategy cuts a weight within a block.
+    """
+    configuration = _configuration(source)
+    if configuration is None:
+        source.looks_quantized = _suspicious(source)
+        source.require_known_cut(source.strategy, "source")
+        return source
+    from reshard_mpi.quantization.grouping import quantized_weights
+
+    content, where = configuration
+    shards = [manifest for rank in sorted(source.files.by_rank) if (manifest := source.find(rank)) is not None]
+    kinds = _kinds_of_parts(shards)
+    stated = _StatedShapes(shards)
+    of_parts = quantized_weights(content, kinds, where, stated.of)
+    if not of_parts:
+        return source
+    text = json.dumps(content, separators=(",", ":"), sort_keys=True)
+    if source.strategy.world_size == 1:
+        weights = {weight.stored: StoredWeight(weight, kinds[weight.stored].shape) for weight in of_parts}
+        source.quantization = QuantizedWeights(text, weights, where)
+        return source
+    whole = {weight.stored: _whole_shape(source, weight.stored, kinds[weight.stored]) for weight in of_parts}
+    whole_kinds = {name: kind._replace(shape=shape) for name, kind, shape in _whole_kinds(of_parts, kinds, whole)}
+    stated_whole = {
+        companion.name: _stated_whole(
+            weight, stated.of(companion.name), kinds[weight.stored].shape, whole[weight.stored]
+        )
+        for weight in of_parts
+        if (companion := weight.companion("shape")) is not None
+    }
+    of_wholes = quantized_weights(content, {**kinds, **whole_kinds}, where, stated_whole.get)
+    weights = {weight.stored: StoredWeight(weight, whole[weight.stored]) for weight in of_wholes}
+    source.quantization = QuantizedWeights(text, weights, where)
+    source.strategy = source.quantization.placing(source.strategy, "source")
+    return source
+
+
+def _configuration(source: SourceCheckpoint) -> _Configuration | None:
+    """Return how a checkpoint is quantized; None if nothing says that it is."""
+    files = source.files
+    if files.config is not None:
+        return _said(_read(Path(files.config)), files.config)
+    manifests = (source.find(rank) for rank in sorted(files.by_rank))
+    first = next((manifest for manifest in manifests if manifest is not None), None)
+    if first is not None and first.strings:
+        in_file = _said({name: text for name, text in first.strings.items() if name != NEST}, first.path)
+        if in_file is not None:
+            return in_file
+    own = Path(files.path)
+    folders = (own if source_files.is_folder(own) else own.parent, Path(next(iter(files.by_rank.values()))[0]).parent)
+    for path in (folder / name for folder in dict.fromkeys(folders) for name in _FILES):
+        beside = _said(_read(path), str(path)) if source_files.is_file(path) else None
+        if beside is not None:
+            return beside
+    return None
+
+
+def _said(values: Mapping[str, Any], where: str) -> _Configuration | None:
+    from reshard_mpi.quantization.schemes import quantization_of
+
+    content = quantization_of(values, where)
+    return None if content is None else _Configuration(content, where)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    text = source_files.first_bytes(path, _MOST_BYTES).decode(errors="replace")
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise SourceError(
+            "how the checkpoint is quantized cannot be read",
+            expected="a dictionary in JSON",
+            got=repr(text[:60]),
+            where=str(path),
+            remedy="restore the file, or give the model's configuration (--config FILE.json)",
+        )
+    return content
+
+
+def _kinds_of_parts(shards: list[Manifest]) -> dict[str, TensorType]:
+    """Return the types of all tensors, with the shape of one part of each."""
+    kinds: dict[str, TensorType] = {}
+    for manifest in shards:
+        for name in manifest.tensors:
+            if name not in kinds:
+                kinds[name] = manifest.tensors.kind_named(name)
+    return kinds
+
+
+def _whole_shape(source: SourceCheckpoint, name: str, kind: TensorType) -> tuple[int, ...]:
+    """Return the shape of a whole tensor of which ranks hold parts. Raises LayoutError if the parts do not tell it."""
+    if kind.global_shape is not None:
+        return kind.global_shape
+    placements = source.strategy.find(name)
+    parts = {}
+    for rank in sorted(source.files.by_rank):
+        manifest = source.find(rank)
+        if manifest is not None and name in manifest.tensors:
+            near = next((each for each in placements if source.strategy.stage_of(rank) in each.stages), None)
+            if near is None:
+                return kind.shape  # no strategy places it: it is whole on every rank
+            parts[rank] = manifest.tensors.kind_named(name).shape
+            if not near.ceil:
+                return whole_shape_of_parts(near, parts)
+    return whole_shape_of_parts(placements[0], parts)
+
+
+def _whole_kinds(
+    weights: tuple[QuantizedWeight, ...], kinds: Mapping[str, TensorType], whole: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, TensorType, tuple[int, ...]]]:
+    """Yield the tensors of quantized weights with the shapes that they have whole, if companions follow the weights."""
+    for weight in weights:
+        yield weight.stored, kinds[weight.stored], whole[weight.stored]
+        for companion in weight.companions:
+            kind = kinds[companion.name]
+            shape = tuple(
+                length if relation is None else relation.length(whole[weight.stored][relation.dim])
+                for length, relation in zip(kind.shape, companion.dims or (None,) * len(kind.shape))
+            )
+            yield companion.name, kind, shape
+
+
+def _stated_whole(
+    weight: QuantizedWeight, stated: tuple[int, ...] | None, part: tuple[int, ...], whole: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """Return the shape of a whole packed weight, by that which a part states of itself."""
+    if stated is None or len(stated) != len(part) or part == whole:
+        return stated
+    last = stated[-1] if part[-1] == whole[-1] else whole[-1] * 32 // weight.scheme.bits
+    return (*whole[:-1], last)
+
+
+class _StatedShapes:
+    """Reads the tensors that state the shape of a packed weight."""
+
+    def __init__(self, shards: list[Manifest]) -> None:
+        self._shards = shards
+
+    def of(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape that a tensor states; None if there is no such tensor, or it is none."""
+        tensors = next((shard.tensors for shard in self._shards if name in shard.tensors), None)
+        entry = None if tensors is None else _entry(tensors, name)
+        if entry is None or len(entry.shape) != 1 or entry.shape[0] > _MOST_DIMENSIONS or "int" not in entry.dtype.name:
+            return None
+        with Files() as files:
+            content = excerpt(files, entry, Box.whole(entry.shape))
+        return tuple(numbers(content, entry.dtype))
+
+
+def _entry(tensors: TensorTable, name: str) -> TensorEntry | None:
+    """Return where a tensor lies; None if it is listed in several pieces."""
+    if not isinstance(tensors, ChunkedTensors):
+        return tensors[name]
+    number = tensors.index_by_name[name]
+    chunks, numbers_in_files = tensors.chunk_lists[tensors.chunk_list_ids[number]], tensors.numbers[number]
+    if len(chunks) != 1:
+        return None
+    ((_, in_file),), (own,) = chunks, numbers_in_files
+    dtype, shape, *_ = in_file.kinds[in_file.kind_ids[own]]
+    return TensorEntry(name, dtype, shape, in_file.source(own))
+
+
+def _suspicious(source: SourceCheckpoint) -> str:
+    """Return the name of a tensor which shows that a checkpoint is quantized, though nothing says how; else empty."""
+    for rank in sorted(source.files.by_rank):
+        manifest = source.find(rank)
+        if manifest is not None:
+            if not any(name.endswith(_SUSPECT_ENDS) for name in manifest.tensors):
+                return ""
+            from reshard_mpi.quantization.grouping import looks_quantized
+
+            return looks_quantized({name: manifest.tensors.kind_named(name) for name in manifest.tensors}) or ""
+    return ""

@@ -1,0 +1,288 @@
+"""Take what is stored beside quantized weights through a map with the weights (`follow`).
+
+Equations are for the tensors that hold the elements of weights. What they do to a weight's boxes they do to those of
+its companions, in steps of the grain; where a box begins or ends elsewhere, or a companion would have to be two things
+at once, the map is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from reshard_mpi.errors import MapError
+from reshard_mpi.formats.tensor_table import TensorType
+from reshard_mpi.mapping.box_pairs import BoxPair, TargetShape, TermTensor
+from reshard_mpi.mapping.direction import Inventory
+from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
+from reshard_mpi.quantization.placing import StoredWeight
+from reshard_mpi.quantization.weights import Companion, QuantizedWeight, Relation
+from reshard_mpi.sharding.box import Box, overlapping
+from reshard_mpi.sharding.strides import paired
+
+# What is packed along an axis is packed along no other one once the axes change places.
+_UNPACKED = ("fp8", "int8")
+Weights = Mapping[str, StoredWeight]
+
+
+class Followed(NamedTuple):
+    """The result of a map with companions, and the quantized weights that it makes."""
+
+    mapped: MapResult
+    weights: Weights
+
+
+def without_companions(inventory: Inventory, weights: Weights) -> Inventory:
+    """Return the tensors that equations and patterns see: companions go with their weights."""
+    hidden = {companion.name for stored in weights.values() for companion in stored.weight.companions}
+    return {name: kind for name, kind in inventory.items() if name not in hidden}
+
+
+def follow(mapped: MapResult, weights: Weights, inventory: Inventory) -> Followed:
+    """Add the companions of the quantized weights that a map makes to its result.
+
+    Args:
+        weights: the quantized ones among the tensors that the map takes.
+        inventory: all of these, companions too.
+
+    Raises MapError where companions cannot follow exactly.
+    """
+    made: list[DerivedTensor] = []
+    new_weights: dict[str, StoredWeight] = {}
+    shapes: dict[object, TargetShape] = {}
+    for tensor in mapped.made:
+        places = {place: tensor.sources[place] for place in taken_of(tensor)}
+        quantized = {place: weights[name].weight for place, name in places.items() if name in weights}
+        if not quantized:
+            made.append(tensor)
+            continue
+        weight, companions = _Following(tensor, places, quantized, inventory, shapes).made()
+        new_weights[tensor.name] = StoredWeight(weight, tensor.shape.shape)
+        made += companions
+    _require_different(made, mapped)
+    taken = {name for tensor in made for name in tensor.sources.values()}
+    left_out = [
+        companion.name
+        for stored in weights.values()
+        for companion in stored.weight.companions
+        if companion.name not in taken
+    ]
+    return Followed(mapped._replace(made=tuple(made), left_out=(*mapped.left_out, *left_out)), new_weights)
+
+
+class _Following:
+    """A quantized weight that a map makes, for which its companions are made.
+
+    Args:
+        places: the names of the tensors that it is made of.
+        quantized: those of them that are quantized: all, or the map is refused.
+        shapes: kept for tensors that are made in the same way, which get the same object.
+    """
+
+    def __init__(
+        self,
+        tensor: DerivedTensor,
+        places: Mapping[TermTensor, str],
+        quantized: Mapping[TermTensor, QuantizedWeight],
+        inventory: Inventory,
+        shapes: dict[object, TargetShape],
+    ) -> None:
+        self._tensor, self._sources, self._inventory, self._shapes = tensor, quantized, inventory, shapes
+        self._first = next(iter(quantized.values()))
+        plain = [name for place, name in places.items() if place not in quantized]
+        if plain:
+            raise self._refusal(f"{self._first.stored} is quantized, and {plain[0]} is not", "all of one kind")
+        for weight in quantized.values():
+            if (weight.scheme, weight.grain) != (self._first.scheme, self._first.grain) or [
+                (each.role, each.dims) for each in weight.companions
+            ] != [(each.role, each.dims) for each in self._first.companions]:
+                raise self._refusal(
+                    f"{self._first.stored} and {weight.stored} are quantized in different ways", "one way"
+                )
+        if tensor.shape.zeros:
+            raise self._refusal("zeros would be added, which have no scale", "no padding")
+        self._source_of, self._is_same_order = self._dimensions()
+
+    def made(self) -> tuple[QuantizedWeight, list[DerivedTensor]]:
+        """Return the weight, and it with its companions as tensors of the target, in the order of the source."""
+        tensor, first = self._tensor, self._first
+        whole = self._is_whole
+        if first.scheme.kind == "whole" and not whole:
+            raise self._refusal("its tensors are moved whole", "it renamed at most")
+        grain = tuple(1 if dim is None else first.grain[dim] for dim in self._source_of)
+        companions, derived = [], []
+        for number, companion in enumerate(first.companions):
+            names = {place: weight.companions[number].name for place, weight in self._sources.items()}
+            dims = companion.dims if whole else self._new_dims(companion)
+            new = companion._replace(name=_renamed(companion.name, first.stored, tensor.name), dims=dims)
+            kinds = {self._inventory[name] for name in names.values()}
+            if len(kinds) > 1 and any(kind.dtype != next(iter(kinds)).dtype for kind in kinds):
+                raise self._refusal(f"{companion.name} and its like have different types", "one type")
+            shape = self._shape(companion, new, names)
+            companions.append(new)
+            derived.append(DerivedTensor(new.name, next(iter(kinds)).dtype, shape, names, tensor.where))
+        weight = first._replace(
+            name=tensor.name, stored=tensor.name, shape=tensor.shape.shape, grain=grain, companions=tuple(companions)
+        )
+        order = {name: number for number, name in enumerate(self._inventory)}
+        own = [tensor, *derived]
+        own.sort(key=lambda each: min(order[name] for name in each.sources.values()))
+        return weight, own
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the map only renames the weight."""
+        (pair, *others) = self._tensor.shape.pairs or (None,)
+        source = self._inventory[self._first.stored].shape
+        return (
+            pair is not None
+            and not others
+            and pair.region == Box.whole(source)
+            and pair.to == Box.whole(source)
+            and pair.order in (None, tuple(range(len(source))))
+        )
+
+    def _dimensions(self) -> tuple[tuple[int | None, ...], bool]:
+        """Return the source's dimension for each of the target's, None for one along which weights are stacked.
+
+        Also whether dimensions keep their order.
+        """
+        shape = self._tensor.shape
+        source_of: list[int | None] = [None] * len(shape.shape)
+        source_shape = self._inventory[self._first.stored].shape
+        for pair in shape.pairs:
+            pairs = paired(pair.region, pair.to, pair.order)
+            if pair.order is None and pair.region.ndim == pair.to.ndim:
+                pairs = tuple((dim, dim) for dim in range(pair.to.ndim))
+            for dim, target_dim in pairs:
+                if source_of[target_dim] not in (None, dim):
+                    raise self._refusal("its axes are joined or divided", "axes that stay axes")
+                source_of[target_dim] = dim
+        known = [dim for dim in source_of if dim is not None]
+        lacking = [dim for dim, length in enumerate(source_shape) if dim not in known and length != 1]
+        if lacking or len(set(known)) != len(known):
+            raise self._refusal("its axes are joined or divided", "axes that stay axes")
+        is_same = known == sorted(known)
+        if not is_same and self._first.scheme.kind not in _UNPACKED:
+            raise self._refusal("its elements are packed along an axis, and the axes change places", "axes in order")
+        return tuple(source_of), is_same
+
+    def _new_dims(self, companion: Companion) -> tuple[Relation | None, ...]:
+        """Return how the dimensions of a companion belong to the target weight's."""
+        own = {relation.dim: relation for relation in companion.dims if relation is not None}
+        related: list[Relation | None] = []
+        for dim, source_dim in enumerate(self._source_of):
+            if source_dim is None:
+                related.append(Relation(dim, 1))
+            elif source_dim in own:
+                related.append(own[source_dim]._replace(dim=dim))
+        others = [number for number, relation in enumerate(companion.dims) if relation is None]
+        if others and not self._is_same_order:
+            raise self._refusal(f"{companion.name} has an axis that is none of the weight's", "axes in order")
+        stacked = sum(1 for dim in self._source_of if dim is None)
+        for number in others:
+            related.insert(number + stacked, None)
+        return tuple(related)
+
+    def _shape(self, companion: Companion, new: Companion, names: Mapping[TermTensor, str]) -> TargetShape:
+        """Return how a companion of the target is made of those of the sources."""
+        kinds = {place: self._inventory[name].shape for place, name in names.items()}
+        key = (id(self._tensor.shape), companion.dims, new.dims, tuple(kinds.items()))
+        if key in self._shapes:
+            return self._shapes[key]
+        if new.dims == companion.dims and self._is_whole:
+            (pair,) = self._tensor.shape.pairs
+            whole = Box.whole(kinds[pair.source])
+            shape = TargetShape(whole.shape, (BoxPair(pair.source, whole, whole, None),), ())
+        else:
+            pairs: dict[Box, BoxPair] = {}
+            for pair in self._tensor.shape.pairs:
+                moved = self._moved(pair, companion, new, kinds[pair.source])
+                if pairs.setdefault(moved.to, moved) != moved:
+                    raise self._refusal(f"{companion.name} and its like would have to be one", "the same in all parts")
+            lengths = [
+                kinds[self._tensor.shape.pairs[0].source][companion.dims.index(None)]
+                if relation is None
+                else relation.length(self._tensor.shape.shape[relation.dim])
+                for relation in new.dims
+            ]
+            shape = TargetShape(tuple(lengths), tuple(pairs.values()), ())
+            whole = Box.whole(tuple(lengths))
+            is_covered = sum(pair.to.size for pair in pairs.values()) == whole.size
+            if not is_covered or any(True for _ in overlapping(list(pairs), whole)):
+                raise self._refusal(f"{companion.name} and its like do not make up one", "parts that join exactly")
+        self._shapes[key] = shape
+        return shape
+
+    def _moved(self, pair: BoxPair, companion: Companion, new: Companion, whole: tuple[int, ...]) -> BoxPair:
+        """Return the pair of a companion's boxes for a pair of its weight's."""
+        source_shape = self._inventory[self._first.stored].shape
+        for dim, target_dim in ((dim, number) for number, dim in enumerate(self._source_of) if dim is not None):
+            grain = self._first.grain[dim]
+            begins = pair.region.start[dim], pair.to.start[target_dim]
+            ends = pair.region.stop[dim], pair.to.stop[target_dim]
+            is_end = ends == (source_shape[dim], self._tensor.shape.shape[target_dim])
+            if any(begin % grain for begin in begins) or (any(end % grain for end in ends) and not is_end):
+                name = self._sources[pair.source].stored
+                raise self._refusal(
+                    f"a part begins or ends within a block, at {begins[0]} to {ends[0]} of {name}",
+                    f"parts that are multiples of {grain} along dimension {dim}",
+                )
+        region, to = _box(companion, pair.region, whole), _box(new, pair.to, whole, companion)
+        order = None
+        if not self._is_same_order:
+            own = [None if relation is None else relation.dim for relation in companion.dims]
+            order = tuple(own.index(dim) for dim in self._source_of if dim is not None and dim in own)
+        return BoxPair(pair.source, region, to, order)
+
+    def _refusal(self, problem: str, expected: str) -> MapError:
+        return MapError(
+            f"{self._tensor.name} cannot be made of quantized weights: {problem}",
+            expected=f"what scales follow exactly: {expected}",
+            got=", ".join(sorted({weight.stored for weight in self._sources.values()})[:4]),
+            where=self._tensor.where,
+            remedy="dequantize (--dtype bf16), which makes plain weights before the map",
+        )
+
+
+def _box(companion: Companion, box: Box, whole: tuple[int, ...], source: Companion | None = None) -> Box:
+    """Return the box of a companion for one of its weight.
+
+    Args:
+        whole: the shape of the source's companion, which tells how long axes of its own are.
+        source: that, if `companion` is the target's.
+    """
+    start, stop = [], []
+    own = iter([length for length, relation in zip(whole, (source or companion).dims) if relation is None])
+    for relation in companion.dims:
+        start.append(0 if relation is None else relation.length(box.start[relation.dim]))
+        stop.append(next(own) if relation is None else relation.length(box.stop[relation.dim]))
+    return Box(tuple(start), tuple(stop))
+
+
+def _renamed(name: str, stored: str, new_stored: str) -> str:
+    """Return the name of a companion of `stored` beside a weight of another name: `w_scale` beside `v` is `v_scale`."""
+    same = next((at for at, (one, other) in enumerate(zip(name, stored)) if one != other), min(len(name), len(stored)))
+    begin, end = stored[:same], stored[same:]
+    if not new_stored.endswith(end):
+        return f"{new_stored}_{name.rpartition('.')[2]}"
+    return new_stored[: len(new_stored) - len(end)] + name[len(begin) :]
+
+
+def _require_different(made: Iterable[DerivedTensor], mapped: MapResult) -> None:
+    seen = {constant.name for constant in mapped.constants}
+    for tensor in made:
+        if tensor.name in seen:
+            raise MapError(
+                f"two tensors would have the name {tensor.name}",
+                expected="another name for each tensor of the target",
+                where=tensor.where,
+                remedy="mend the equations: what is stored beside a quantized weight is named after it",
+            )
+        seen.add(tensor.name)
+
+
+def kinds_of(mapped: MapResult) -> Iterator[tuple[str, TensorType]]:
+    """Yield the tensors that a map makes of others, with their types."""
+    for tensor in mapped.made:
+        yield tensor.name, TensorType(tensor.dtype, tensor.shape.shape)
