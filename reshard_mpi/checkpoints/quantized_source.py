@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import excerpt
-from reshard_mpi.errors import SourceError
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest
@@ -85,7 +84,8 @@ def _configuration(source: SourceCheckpoint) -> _Configuration | None:
     """Return how a checkpoint is quantized; None if nothing says that it is."""
     files = source.files
     if files.config is not None:
-        return _said(_read(Path(files.config)), files.config)
+        content = _content(Path(files.config))  # who reads it for a map says what is wrong with it
+        return None if content is None else _said(content, files.config)
     manifests = (source.find(rank) for rank in sorted(files.by_rank))
     first = next((manifest for manifest in manifests if manifest is not None), None)
     if first is not None and first.strings:
@@ -95,7 +95,8 @@ def _configuration(source: SourceCheckpoint) -> _Configuration | None:
     own = Path(files.path)
     folders = (own if source_files.is_folder(own) else own.parent, Path(next(iter(files.by_rank.values()))[0]).parent)
     for path in (folder / name for folder in dict.fromkeys(folders) for name in _FILES):
-        beside = _said(_read(path), str(path)) if source_files.is_file(path) else None
+        content = _content(path)
+        beside = None if content is None else _said(content, str(path))
         if beside is not None:
             return beside
     return None
@@ -108,21 +109,15 @@ def _said(values: Mapping[str, Any], where: str) -> _Configuration | None:
     return None if content is None else _Configuration(content, where)
 
 
-def _read(path: Path) -> Mapping[str, Any]:
-    text = source_files.first_bytes(path, _MOST_BYTES).decode(errors="replace")
+def _content(path: Path) -> Mapping[str, Any] | None:
+    """Return what a file of JSON says; None if there is none, or if it is no dictionary."""
+    if not source_files.is_file(path):
+        return None
     try:
-        content = json.loads(text)
+        content = json.loads(source_files.first_bytes(path, _MOST_BYTES))
     except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict):
-        raise SourceError(
-            "how the checkpoint is quantized cannot be read",
-            expected="a dictionary in JSON",
-            got=repr(text[:60]),
-            where=str(path),
-            remedy="restore the file, or give the model's configuration (--config FILE.json)",
-        )
-    return content
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def _kinds_of_parts(shards: list[Manifest]) -> dict[str, TensorType]:

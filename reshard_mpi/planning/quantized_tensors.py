@@ -1,4 +1,4 @@
-"""Plan quantized weights: dequantized (`dequantized`), and the shapes that files state of pieces (`with_piece_shapes`)."""
+"""Plan quantized weights: dequantized (`dequantized`), or with the shapes of pieces (`with_piece_shapes`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def dequantized(plan: RankPlan, weights: Iterable[QuantizedWeight]) -> RankPlan:
     ranks: dict[tuple[int, ...], set[int]] = {}
     at: dict[str, str] = {}  # the weight that stands in the place of a stored tensor
     gone: set[str] = set()
-    holes: dict[str, ReshardError] = {name: error for name, error in plan.holes.items()}
+    holes: dict[str, ReshardError] = dict(plan.holes)
     for weight in weights:
         stored: dict[str, TensorPlan] = {}
         names = [weight.stored, *(each.name for each in weight.companions if each.role not in _NOT_READ)]

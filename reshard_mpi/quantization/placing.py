@@ -145,7 +145,7 @@ def _over_axes(placement: Placement, weight: QuantizedWeight, shape: Shape) -> P
             got=f"{placement.optimizer} parts on the mesh {list(placement.mesh)}",
         )
     split = placement.split or ((),) * len(shape)
-    sizes = {dim: lengths for dim, lengths in placement.sizes}
+    sizes = dict(placement.sizes)
     if 0 in sizes:
         parts = placement.optimizer
         sizes[0] = tuple(length // parts for length in sizes[0] for _ in range(parts))
