@@ -1,0 +1,327 @@
+"""Group the tensors of a checkpoint into quantized weights and their companions (`quantized_weights`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from reshard_mpi.errors import SourceError
+from reshard_mpi.formats.tensor_table import TensorType
+from reshard_mpi.quantization.layouts import FLOATS, FLOATS_8_BIT, Fit, Layout, Misfit, Part, fit, layout_of
+from reshard_mpi.quantization.schemes import Quantization, scheme_of
+from reshard_mpi.quantization.weights import Companion, QuantizedWeight, Relation, Scheme
+
+# How tensors that hold elements are called, longer names first.
+_STORED = ("weight_packed", "qweight", "weight", "_blocks")
+# What a module has besides: of its activations and its cache.
+_CARRIED = tuple(
+    f"{what}_{value}"
+    for what in ("input", "output", "activation", "q", "k", "v")
+    for value in ("scale", "scale_inv", "zero_point", "global_scale")
+)
+_EIGHT_BITS = FLOATS_8_BIT | {"int8", "uint8"}
+# Integers that models have which are not quantized.
+_POSITIONS = ("position_ids", "relative_position_index", "num_batches_tracked", "tokens_per_expert")
+_STATE = ".quant_state.bitsandbytes__"
+
+
+def quantized_weights(
+    config: Mapping[str, Any],
+    kinds: Mapping[str, TensorType],
+    where: str,
+    stated_shape: Callable[[str], tuple[int, ...] | None],
+) -> tuple[QuantizedWeight, ...]:
+    """Group the tensors of a whole checkpoint into quantized weights, in the order of the checkpoint.
+
+    Args:
+        config: says how it is quantized, see `quantization_of`.
+        kinds: of all its tensors, with their whole shapes.
+        where: the configuration, for messages.
+        stated_shape: returns the values of a `weight_shape` tensor, None if they are not known.
+
+    Raises StrategyError if the configuration says something impossible, SourceError if it contradicts the checkpoint,
+    or if a weight has no scale, or a scale no weight.
+    """
+    tensors = _Tensors(kinds, scheme_of(config, where), stated_shape)
+    weights: list[QuantizedWeight] = []
+    fits: _Fits = {}
+    for name in kinds:
+        found = tensors.weight_stored_in(name, fits)
+        if found is not None:
+            weights.append(found)
+    weights += tensors.whole_weights()
+    used = {name for weight in weights for name in weight.names}
+    tensors.refuse_left_over(used)
+    if any(weight.scheme.kind == "whole" for weight in weights):
+        order = {name: number for number, name in enumerate(kinds)}
+        weights.sort(key=lambda weight: order[weight.stored])
+    return tuple(weights)
+
+
+# For the same shapes and types the same holds: by scheme and shapes.
+_Fits = dict[object, Fit]
+
+
+class _Tensors(NamedTuple):
+    """The tensors of a checkpoint, and what its configuration says of their modules."""
+
+    kinds: Mapping[str, TensorType]
+    quantization: Quantization
+    stated_shape: Callable[[str], tuple[int, ...] | None]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        kind = self.kinds[name]
+        return kind.shape if kind.global_shape is None else kind.global_shape
+
+    def refused(self, problem: str, *, expected: str, got: str, remedy: str) -> SourceError:
+        return SourceError(problem, expected=expected, got=got, where=self.quantization.where, remedy=remedy)
+
+    def contradiction(self, weight: str, name: str, expected: str, got: str) -> SourceError:
+        return self.refused(
+            f"the configuration contradicts the quantized weight {weight}: {name}",
+            expected=expected,
+            got=got,
+            remedy="give the config.json that belongs to this checkpoint",
+        )
+
+    def incomplete(self, problem: str, expected: str, got: str) -> SourceError:
+        remedy = "copy the checkpoint again with all its files, or give the config.json that belongs to it"
+        return self.refused(f"incomplete checkpoint: {problem}", expected=expected, got=got, remedy=remedy)
+
+    def weight_stored_in(self, name: str, fits: _Fits) -> QuantizedWeight | None:
+        """Return the weight whose elements a tensor holds; None if it is no such tensor, or none that may be cut."""
+        dtype = self.kinds[name].dtype.name
+        tail = next((tail for tail in _STORED if name.endswith(tail)), "")
+        if not tail and dtype not in FLOATS_8_BIT:
+            return None
+        prefix = name[: len(name) - len(tail)]
+        module = prefix.rstrip("._")
+        scheme = self.quantization.scheme(module)
+        if scheme is None or scheme.kind == "whole":
+            return None
+        layout = layout_of(scheme)
+        # Stacked experts of transformers are called `gate_up_proj` and `gate_up_proj_scale_inv`.
+        is_bare = not tail and layout.stored.names == ("weight",)
+        if is_bare:
+            prefix += "_"
+        elif tail not in layout.stored.names:
+            return None
+        names = self.companions(layout, prefix)
+        if is_bare and not names and name.endswith(("_scale", "_scale_inv", "_zero_point")):
+            return None
+        has_scale = any(part.role == "scale" for part in names)
+        if not has_scale and (dtype in FLOATS or self.quantization.leaves_out(module)):
+            return None
+        if self.quantization.leaves_out(module):
+            return None
+        weight = name if is_bare else f"{prefix}{layout.logical_name}"
+        self.check(weight, name, scheme, names, prefix)
+        stated = next((self.stated_shape(each) for part, each in names.items() if part.role == "shape"), None)
+        fitted = self.fitted(weight, name, scheme, names, stated, fits)
+        companions = [Companion(part.role, names[part], fitted.dims[part]) for part in names]
+        experts = fitted.shape[:-2]
+        for each in (f"{prefix}{carried}" for carried in _CARRIED):
+            if each in self.kinds:
+                companions.append(Companion("carried", each, _carried_dims(self.shape(each), experts)))
+        return QuantizedWeight(weight, name, fitted.shape, scheme, fitted.grain, tuple(companions))
+
+    def companions(self, layout: Layout, prefix: str) -> dict[Part, str]:
+        """Return the names of those companions that are there."""
+        names = {}
+        for part in layout.parts:
+            name = next((name for name in _companion_names(part, prefix) if name in self.kinds), None)
+            if name is not None:
+                names[part] = name
+        return names
+
+    def check(self, weight: str, name: str, scheme: Scheme, names: Mapping[Part, str], prefix: str) -> None:
+        """Refuse a weight if a companion is missing, or if a tensor has another type than the scheme's."""
+        layout, dtype = layout_of(scheme), self.kinds[name].dtype.name
+        if dtype not in layout.stored.dtypes:
+            expected = f"{_any_of(layout.stored)} ({scheme.name})"
+            raise self.contradiction(weight, f"the type of {name}", expected, dtype)
+        if weight != name and weight in self.kinds:
+            expected, got = f"{weight}, or {name}", "both"
+            raise self.refused(
+                f"the weight {weight} is there twice", expected=expected, got=got, remedy="take out what is not used"
+            )
+        for part in layout.parts:
+            if part.required and part not in names:
+                role = part.role.replace("_", " ")
+                expected = " or ".join(_companion_names(part, prefix))
+                got = f"{name} alone" if not names else f"{name}, {', '.join(names.values())}"
+                raise self.incomplete(f"the weight {weight} ({scheme.name}) has no {role}", expected, got)
+            if part in names and (dtype := self.kinds[names[part]].dtype.name) not in part.dtypes:
+                expected = f"{_any_of(part)} ({scheme.name})"
+                raise self.contradiction(weight, f"the type of {names[part]}", expected, dtype)
+
+    def fitted(
+        self,
+        weight: str,
+        name: str,
+        scheme: Scheme,
+        names: Mapping[Part, str],
+        stated: tuple[int, ...] | None,
+        fits: _Fits,
+    ) -> Fit:
+        stored, shapes = self.shape(name), {part: self.shape(each) for part, each in names.items()}
+        key = (scheme, stored, stated, tuple((part.role, shape) for part, shape in shapes.items()))
+        try:
+            if key not in fits:
+                fits[key] = fit(layout_of(scheme), stored, shapes, stated)
+        except Misfit as misfit:
+            tensor = name if misfit.part is None else names[misfit.part]
+            got, expected = f"{list(self.shape(tensor))}", f"{misfit.expected} ({_told(scheme)})"
+            if tensor != name:
+                got += f" beside {name} {list(stored)}"
+            raise self.contradiction(weight, f"the shape of {tensor}", expected, got) from None
+        return fits[key]
+
+    def whole_weights(self) -> Iterator[QuantizedWeight]:
+        """Yield a weight for each module whose scheme is only known by name: all tensors of it together."""
+        quantization = self.quantization
+        if not any(scheme.kind == "whole" for scheme, _ in quantization.groups):
+            return
+        modules: dict[str, list[str]] = {_module(name): [] for name in self.kinds}
+        for name in self.kinds:
+            # bitsandbytes stores what belongs to `experts.gate_up_proj` below that name
+            modules[name if name in modules else _module(name)].append(name)
+        for module, names in modules.items():
+            scheme = quantization.scheme(module)
+            if scheme is None or scheme.kind != "whole" or not any(map(self.is_quantized, names)):
+                continue
+            by_size = max(names, key=lambda name: self.kinds[name].size_bytes)
+            stored = next((name for name in (f"{module}.weight", module) if name in names), by_size)
+            weight = module if module in names else f"{module}.weight"
+            companions = tuple(
+                Companion("carried", name, (None,) * len(self.shape(name))) for name in names if name != stored
+            )
+            shape = self.shape(stored)
+            yield QuantizedWeight(weight, stored, shape, scheme, tuple(max(1, size) for size in shape), companions)
+
+    def is_quantized(self, name: str) -> bool:
+        """Tell whether a tensor shows that its module is quantized, in whatever way."""
+        if name.endswith(_POSITIONS):
+            return False
+        return self.kinds[name].dtype.name not in FLOATS | {"bool"} or name.rpartition(".")[2] == "weight_scale"
+
+    def refuse_left_over(self, used: set[str]) -> None:
+        """Refuse tensors of quantized weights that no weight has."""
+        for name in _signs(self.kinds):
+            if name not in used:
+                module = _module(name)
+                scheme_of_it = self.quantization.scheme(module)
+                told = "no group has it" if scheme_of_it is None else scheme_of_it.name
+                told = "it is left out" if self.quantization.leaves_out(module) else told
+                got = f"{name} of type {self.kinds[name].dtype}, which is quantized in another way"
+                raise self.contradiction(name, "how it is stored", f"as the configuration says: {told}", got)
+        for name in self.kinds:
+            if name in used or (orphan := self.missing_weight(name)) is None:
+                continue
+            scheme, weights = orphan
+            problem = f"{name} ({scheme.name}) has no weight"
+            raise self.incomplete(problem, " or ".join(weights), f"{name} alone")
+
+    def missing_weight(self, name: str) -> tuple[Scheme, tuple[str, ...]] | None:
+        """Return the scheme of a companion whose weight is not there, and the names that this may have.
+
+        None: it is no companion, or its weight is there.
+        """
+        tail = next((tail for tail in _COMPANIONS if name.endswith(tail)), None)
+        if tail is None:
+            return None
+        prefix = name[: len(name) - len(tail)]
+        scheme = self.quantization.scheme(prefix.rstrip("._"))
+        if scheme is None or scheme.kind == "whole" or self.quantization.leaves_out(prefix.rstrip("._")):
+            return None
+        layout = layout_of(scheme)
+        dtype = self.kinds[name].dtype.name
+        is_bare = tail == "_scale_inv"
+        if name.endswith(_CARRIED) or not any(
+            (f"weight{tail}" if is_bare else tail) in part.names and dtype in part.dtypes for part in layout.parts
+        ):
+            return None
+        weights = (prefix,) if is_bare else tuple(f"{prefix}{each}" for each in layout.stored.names)
+        return None if any(weight in self.kinds for weight in weights) else (scheme, weights)
+
+
+# How companions are called that only quantized weights have, longer names first.
+_COMPANIONS = (
+    "weight_scale_inv",
+    "weight_scale_2",
+    "weight_global_scale",
+    "weight_scale",
+    "weight_zero_point",
+    "weight_g_idx",
+    "weight_shape",
+    "_scale_inv",
+    "_scales",
+    "qzeros",
+    "scales",
+    "g_idx",
+)
+
+
+def _companion_names(part: Part, prefix: str) -> list[str]:
+    """Return how a companion of a weight may be called.
+
+    Args:
+        prefix: ends in "." or is empty; or is the name of a weight, as stacked experts have it, and "_".
+    """
+    names = [prefix + name for name in part.names]
+    return names + [prefix + name.removeprefix("weight_") for name in part.names if prefix.endswith("_")]
+
+
+def _carried_dims(shape: tuple[int, ...], experts: tuple[int, ...]) -> tuple[Relation | None, ...]:
+    """Return that a tensor which is only carried is the same for all parts, but goes by experts if it has all."""
+    if experts and shape[: len(experts)] == experts:
+        return (*(Relation(number, 1) for number in range(len(experts))), *(None,) * (len(shape) - len(experts)))
+    return (None,) * len(shape)
+
+
+def _any_of(part: Part) -> str:
+    return " or ".join(sorted(part.dtypes))
+
+
+def _told(scheme: Scheme) -> str:
+    rows, columns = (size or "all" for size in scheme.block)
+    order = ", any order" if scheme.act_order else ""
+    return f"{scheme.name}, {scheme.bits} bits, a scale for {rows} rows and {columns} columns{order}"
+
+
+def _module(name: str) -> str:
+    """Return the module of a tensor; what libraries add lies below its weight (`weight.absmax`, `weight._data`)."""
+    module, dot, _ = name.partition(".weight.")
+    return module if dot else name.rpartition(".")[0]
+
+
+def looks_quantized(kinds: Mapping[str, TensorType]) -> str | None:
+    """Return the name of a tensor which shows that a checkpoint is quantized; None if none does."""
+    return next(_signs(kinds), None)
+
+
+def _signs(kinds: Mapping[str, TensorType]) -> Iterator[str]:
+    """Yield the tensors that hold a quantized weight, by their own type and by what is stored beside them."""
+    for name, kind in kinds.items():
+        dtype = kind.dtype.name
+        if dtype in FLOATS:
+            continue
+        beside: tuple[tuple[str, ...], ...] = ()
+        if name.endswith("qweight"):
+            prefix = name[: -len("qweight")]
+            beside = ((f"{prefix}qzeros", f"{prefix}scales"),)
+        elif name.endswith("weight_packed"):
+            beside = ((f"{name[: -len('_packed')]}_scale",),)
+        elif name.endswith("_blocks") and dtype == "uint8":
+            scales = f"{name[: -len('_blocks')]}_scales"
+            beside = ((scales,),) if scales in kinds and kinds[scales].dtype.name == "uint8" else ()
+        elif name.endswith("_weight_qdata"):
+            beside = ((f"{name[: -len('_qdata')]}_scale",),)
+        elif dtype in _EIGHT_BITS:
+            beside = ((f"{name}_scale_inv",), (f"{name}_scale",)) if name.endswith("weight") else ()
+            beside += ((f"{name}_scale_inv",),) if dtype in FLOATS_8_BIT else ()
+            beside += ((f"{name[: -len('weight')]}SCB",),) if name.endswith(".weight") else ()
+            if _STATE in name:
+                yield name
+        if any(all(each in kinds for each in names) for names in beside):
+            yield name

@@ -1,0 +1,229 @@
+"""Know which tensors each scheme stores for a weight, and fit them to one another (`layout_of`, `fit`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+from reshard_mpi.quantization.weights import Relation, Scheme
+
+# The axes of a logical weight: output features, and input features.
+ROWS, COLUMNS = 0, 1
+
+FLOATS = frozenset(("float16", "bfloat16", "float32", "float64"))
+FLOATS_8_BIT = frozenset(("float8_e4m3fn", "float8_e5m2"))
+_BYTES, _WORDS, _ONE = frozenset(("uint8",)), frozenset(("int32",)), Fraction(1)
+# A power of two is stored as its exponent plus 127.
+_FLOATS_OR_POWERS = FLOATS | _BYTES
+_INTEGERS = frozenset(("int8", "uint8", "int32"))
+
+
+class Axis(NamedTuple):
+    """A dimension of a stored tensor. Example, 8 elements of a row in a word: `Axis(COLUMNS, Fraction(1, 8))`."""
+
+    of: int | None  # of the logical weight; None: of neither, and `ratio` is its length
+    ratio: Fraction = _ONE  # for each element of the weight there are so many
+    tied: bool = True  # whether it is cut where the weight is cut
+
+
+class Part(NamedTuple):
+    """One of the tensors that a scheme stores for a weight."""
+
+    role: str
+    names: tuple[str, ...]  # how it may be called, behind the name of the module
+    dtypes: frozenset[str]
+    # Dimensions of length 1 may stand between them; those of stacked experts stand before them.
+    axes: tuple[Axis, ...] = ()
+    required: bool = True
+
+
+class Layout(NamedTuple):
+    """The tensors that a scheme stores for a weight."""
+
+    stored: Part  # the one that holds the weight's elements
+    parts: tuple[Part, ...]
+    logical_name: str  # of the weight, behind the name of the module
+    transposed: bool = False  # whether columns go before rows once it is dequantized
+
+
+@lru_cache(maxsize=256)
+def layout_of(scheme: Scheme) -> Layout:
+    """Return which tensors a scheme stores for each weight; it must not be `whole`."""
+    rows, columns = scheme.block
+    packed = Fraction(scheme.bits, 32)
+    by_rows = (Axis(ROWS, Fraction(1, rows)),) if rows else ()
+    # A column may be of any group if an index says of which: then all groups go with every part.
+    by_columns = (Axis(COLUMNS, Fraction(1, columns), not scheme.act_order),) if columns else ()
+    zeros_required = not scheme.symmetric
+    index = Axis(COLUMNS)
+    if scheme.kind in ("gptq", "awq"):
+        # dimension 0 is of columns
+        words = (Axis(COLUMNS, packed), Axis(ROWS)) if scheme.kind == "gptq" else (Axis(COLUMNS), Axis(ROWS, packed))
+        parts = [
+            Part("scale", ("scales",), FLOATS, (*by_columns, *by_rows)),
+            Part("zeros", ("qzeros",), _WORDS, (*by_columns, Axis(ROWS, packed)), zeros_required),
+        ]
+        if scheme.kind == "gptq":
+            parts.append(Part("group_index", ("g_idx",), _WORDS, (index,), scheme.act_order))
+        return Layout(Part("stored", ("qweight",), _WORDS, words), tuple(parts), "weight")
+    if scheme.kind == "packed":
+        zeros = (Axis(ROWS, packed), *by_columns) if rows else ()
+        return Layout(
+            Part("stored", ("weight_packed",), _WORDS, (Axis(ROWS), Axis(COLUMNS, packed))),
+            (
+                Part("scale", ("weight_scale",), FLOATS, (*by_rows, *by_columns)),
+                Part("zeros", ("weight_zero_point",), _WORDS if rows else _INTEGERS, zeros, zeros_required),
+                Part("group_index", ("weight_g_idx",), _WORDS, (index,), scheme.act_order),
+                Part("shape", ("weight_shape",), frozenset(("int64", "int32")), required=False),
+            ),
+            "weight",
+        )
+    if scheme.name == "mxfp4":
+        # gpt-oss: 16 bytes for each block of 32 columns
+        blocks = (Axis(ROWS), *by_columns)
+        stored = Part("stored", ("_blocks",), _BYTES, (*blocks, Axis(None, Fraction(16))))
+        return Layout(stored, (Part("scale", ("_scales",), _BYTES, blocks),), "", transposed=True)
+    if scheme.kind in ("nvfp4", "mxfp4"):
+        is_compressed = scheme.name.endswith("pack-quantized")
+        halves = (Axis(ROWS), Axis(COLUMNS, Fraction(1, 2)))
+        stored = Part("stored", ("weight_packed" if is_compressed else "weight",), _BYTES, halves)
+        dtypes = _BYTES if scheme.kind == "mxfp4" else FLOATS_8_BIT
+        parts = [Part("scale", ("weight_scale",), dtypes, (*by_rows, *by_columns))]
+        if scheme.kind == "nvfp4":
+            name = "weight_global_scale" if is_compressed else "weight_scale_2"
+            parts.append(Part("global_scale", (name,), FLOATS))
+            parts.append(Part("carried", ("pre_quant_scale",), FLOATS, (index,), required=False))
+        return Layout(stored, tuple(parts), "weight")
+    names = ("weight_scale_inv", "weight_scale") if scheme.name == "fp8" else ("weight_scale",)
+    is_integer = scheme.kind == "int8"
+    stored_dtypes = frozenset(("int8",)) if is_integer else FLOATS_8_BIT
+    scales, zero_dtypes = (*by_rows, *by_columns), _INTEGERS | (frozenset() if is_integer else FLOATS | FLOATS_8_BIT)
+    return Layout(
+        Part("stored", ("weight",), stored_dtypes, (Axis(ROWS), Axis(COLUMNS))),
+        (
+            Part("scale", names, FLOATS if is_integer else _FLOATS_OR_POWERS, scales),
+            Part("zeros", ("weight_zero_point",), zero_dtypes, scales, zeros_required),
+        ),
+        "weight",
+    )
+
+
+class Misfit(Exception):
+    """A tensor of a weight has not the shape that the scheme and the weight's shape give it.
+
+    Attributes:
+        part: None: it is the tensor that holds the elements.
+        expected: in words.
+    """
+
+    def __init__(self, part: Part | None, expected: str) -> None:
+        super().__init__(expected)
+        self.part, self.expected = part, expected
+
+
+class Fit(NamedTuple):
+    """How the tensors of a weight belong together."""
+
+    shape: tuple[int, ...]  # of the logical weight
+    grain: tuple[int, ...]
+    dims: Mapping[Part, tuple[Relation | None, ...]]
+
+
+def fit(
+    layout: Layout, stored: tuple[int, ...], shapes: Mapping[Part, tuple[int, ...]], stated: Sequence[int] | None = None
+) -> Fit:
+    """Return how the tensors of a weight belong together.
+
+    Args:
+        stored: the shape of the tensor that holds the elements.
+        shapes: those of its companions.
+        stated: the shape of the logical weight, if a tensor of the checkpoint says it.
+
+    Raises Misfit if a shape is not what it must be.
+    """
+    axes = layout.stored.axes
+    experts = stored[: max(0, len(stored) - len(axes))]
+    own = stored[len(experts) :]
+    fixed = [length for axis, length in zip(axes, own) if axis.of is None and length != axis.ratio]
+    if len(own) < len(axes) or fixed:
+        sizes = ", ".join(_axis_name(axis) for axis in axes)
+        raise Misfit(None, f"{len(axes)} dimensions ({sizes}), or further ones before them")
+    lengths = _logical_lengths(axes, own, stated)
+    grains = [1, 1]
+    for axis in (*axes, *(axis for part in shapes for axis in part.axes)):
+        if axis.of is not None and axis.tied:
+            grains[axis.of] = math.lcm(grains[axis.of], axis.ratio.denominator)
+    grain = [1] * len(experts) + [
+        own[number] if axis.of is None else int(grains[axis.of] * axis.ratio) for number, axis in enumerate(axes)
+    ]
+    dims = {}
+    for part, shape in shapes.items():
+        dims[part] = _relations(part, shape, experts, axes, lengths)
+        for relation, length in zip(dims[part], shape):
+            # Where words are filled up beyond the last group, no place in one follows from that in the other.
+            if relation is not None and relation.length(stored[relation.dim]) != length:
+                grain[relation.dim] = max(1, stored[relation.dim])
+                dims[part] = tuple(None if each is relation else each for each in dims[part])
+    rows, columns = lengths
+    shape = (*experts, columns, rows) if layout.transposed else (*experts, rows, columns)
+    return Fit(shape, tuple(grain), dims)
+
+
+def _axis_name(axis: Axis) -> str:
+    if axis.of is None:
+        return str(axis.ratio)
+    name, ratio = ("rows", "columns")[axis.of], axis.ratio
+    if ratio.numerator > 1:
+        return f"{name} x {ratio}"
+    return name if ratio == 1 else f"{name} / {ratio.denominator}"
+
+
+def _logical_lengths(axes: Sequence[Axis], own: Sequence[int], stated: Sequence[int] | None) -> tuple[int, int]:
+    """Return how many rows and columns the weight has."""
+    lengths = [0, 0]
+    for axis, length in zip(axes, own):
+        if axis.of is None:
+            continue
+        lengths[axis.of] = math.floor(length / axis.ratio)
+        if stated is not None and len(stated) >= 2:
+            lengths[axis.of] = stated[axis.of - 2]
+        if math.ceil(lengths[axis.of] * axis.ratio) != length:
+            number = f"{math.ceil(lengths[axis.of] * axis.ratio)} for {lengths[axis.of]} of the weight"
+            raise Misfit(None, f"{_axis_name(axis)}: {number}")
+    return lengths[ROWS], lengths[COLUMNS]
+
+
+def _relations(
+    part: Part, shape: tuple[int, ...], experts: tuple[int, ...], axes: Sequence[Axis], lengths: tuple[int, int]
+) -> tuple[Relation | None, ...]:
+    """Return how the dimensions of a companion belong to those of the stored weight. Raises Misfit if one does not."""
+    if part.role == "shape":
+        return (None,) * len(shape)
+    ahead = [(length, Relation(number, 1)) for number, length in enumerate(experts)]
+    behind: list[tuple[int, Relation | None]] = []
+    for axis in part.axes:
+        assert axis.of is not None
+        dim = next(number for number, each in enumerate(axes) if each.of == axis.of)
+        ratio = axis.ratio / axes[dim].ratio
+        relation = Relation(len(experts) + dim, ratio.denominator, ratio.numerator) if axis.tied else None
+        behind.append((math.ceil(lengths[axis.of] * axis.ratio), relation))
+    # One for all experts is possible where it is one for all elements, or what is only carried.
+    for wanted in ([*ahead, *behind], behind) if not part.axes or part.role == "carried" else ([*ahead, *behind],):
+        relations: list[Relation | None] = []
+        remaining = list(wanted)
+        for length in shape:
+            if remaining and length == remaining[0][0]:
+                relations.append(remaining.pop(0)[1])
+            elif length == 1:
+                relations.append(None)
+            else:
+                break
+        if len(relations) == len(shape) and not remaining:
+            return tuple(relations)
+    expected = [length for length, _ in (*ahead, *behind)]
+    sizes = [_axis_name(axis) for axis in part.axes]
+    scaled = f" ({', '.join(sizes)})" if sizes else ""
+    raise Misfit(part, f"{expected}{scaled} for {list(lengths)} rows and columns of the weight")
