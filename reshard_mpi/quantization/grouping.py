@@ -42,24 +42,47 @@ def quantized_weights(
     Raises StrategyError if the configuration says something impossible, SourceError if it contradicts the checkpoint,
     or if a weight has no scale, or a scale no weight.
     """
-    tensors = _Tensors(kinds, scheme_of(config, where), stated_shape)
-    weights: list[QuantizedWeight] = []
-    fits: _Fits = {}
+    tensors = _Tensors(kinds, scheme_of(config, where))
+    carried: dict[str, list[str]] = {}
     for name in kinds:
-        found = tensors.weight_stored_in(name, fits)
-        if found is not None:
-            weights.append(found)
+        if name.endswith(_CARRIED):
+            tail = max((tail for tail in _CARRIED if name.endswith(tail)), key=len)
+            carried.setdefault(name.removesuffix(tail), []).append(name)
+    weights: list[QuantizedWeight] = []
+    fits: dict[object, Fit] = {}  # many weights have the same shapes
+    for name in kinds:
+        if (found := tensors.stored_weight(name)) is None:
+            continue
+        stated = None if "shape" not in found.names else stated_shape(found.names["shape"])
+        key = (
+            found.scheme,
+            stated,
+            tensors.shape(name),
+            *((role, tensors.shape(each)) for role, each in found.names.items()),
+        )
+        if key not in fits:
+            fits[key] = tensors.fitted(found, stated)
+        shape, grain, dims = fits[key]
+        companions = [Companion(role, each, dims[role]) for role, each in found.names.items()]
+        for each in carried.get(found.prefix, ()):
+            companions.append(Companion("carried", each, _carried_dims(tensors.shape(each), shape[:-2])))
+        weights.append(QuantizedWeight(found.weight, name, shape, found.scheme, grain, tuple(companions)))
     weights += tensors.whole_weights()
-    used = {name for weight in weights for name in weight.names}
-    tensors.refuse_left_over(used)
+    tensors.refuse_left_over({name for weight in weights for name in weight.names})
     if any(weight.scheme.kind == "whole" for weight in weights):
         order = {name: number for number, name in enumerate(kinds)}
         weights.sort(key=lambda weight: order[weight.stored])
     return tuple(weights)
 
 
-# For the same shapes and types the same holds: by scheme and shapes.
-_Fits = dict[object, Fit]
+class _Stored(NamedTuple):
+    """The names of the tensors of a weight."""
+
+    weight: str
+    name: str  # of the tensor that holds its elements
+    prefix: str  # see `_companion_names`
+    scheme: Scheme
+    names: Mapping[str, str]  # of its companions, by role
 
 
 class _Tensors(NamedTuple):
@@ -67,7 +90,6 @@ class _Tensors(NamedTuple):
 
     kinds: Mapping[str, TensorType]
     quantization: Quantization
-    stated_shape: Callable[[str], tuple[int, ...] | None]
 
     def shape(self, name: str) -> tuple[int, ...]:
         kind = self.kinds[name]
@@ -88,7 +110,7 @@ class _Tensors(NamedTuple):
         remedy = "copy the checkpoint again with all its files, or give the config.json that belongs to it"
         return self.refused(f"incomplete checkpoint: {problem}", expected=expected, got=got, remedy=remedy)
 
-    def weight_stored_in(self, name: str, fits: _Fits) -> QuantizedWeight | None:
+    def stored_weight(self, name: str) -> _Stored | None:
         """Return the weight whose elements a tensor holds; None if it is no such tensor, or none that may be cut."""
         dtype = self.kinds[name].dtype.name
         tail = next((tail for tail in _STORED if name.endswith(tail)), "")
@@ -106,76 +128,49 @@ class _Tensors(NamedTuple):
             prefix += "_"
         elif tail not in layout.stored.names:
             return None
-        names = self.companions(layout, prefix)
-        if is_bare and not names and name.endswith(("_scale", "_scale_inv", "_zero_point")):
-            return None
-        has_scale = any(part.role == "scale" for part in names)
-        if not has_scale and (dtype in FLOATS or self.quantization.leaves_out(module)):
-            return None
-        if self.quantization.leaves_out(module):
-            return None
-        weight = name if is_bare else f"{prefix}{layout.logical_name}"
-        self.check(weight, name, scheme, names, prefix)
-        stated = next((self.stated_shape(each) for part, each in names.items() if part.role == "shape"), None)
-        fitted = self.fitted(weight, name, scheme, names, stated, fits)
-        companions = [Companion(part.role, names[part], fitted.dims[part]) for part in names]
-        experts = fitted.shape[:-2]
-        for each in (f"{prefix}{carried}" for carried in _CARRIED):
-            if each in self.kinds:
-                companions.append(Companion("carried", each, _carried_dims(self.shape(each), experts)))
-        return QuantizedWeight(weight, name, fitted.shape, scheme, fitted.grain, tuple(companions))
-
-    def companions(self, layout: Layout, prefix: str) -> dict[Part, str]:
-        """Return the names of those companions that are there."""
         names = {}
         for part in layout.parts:
-            name = next((name for name in _companion_names(part, prefix) if name in self.kinds), None)
-            if name is not None:
-                names[part] = name
-        return names
+            for each in _companion_names(part, prefix):
+                if each in self.kinds:
+                    names[part.role] = each
+                    break
+        if is_bare and not names and name.endswith(("_scale", "_scale_inv", "_zero_point")):
+            return None
+        if ("scale" not in names and dtype in FLOATS) or self.quantization.leaves_out(module):
+            return None
+        found = _Stored(name if is_bare else f"{prefix}{layout.logical_name}", name, prefix, scheme, names)
+        self.check(found, layout)
+        return found
 
-    def check(self, weight: str, name: str, scheme: Scheme, names: Mapping[Part, str], prefix: str) -> None:
+    def check(self, found: _Stored, layout: Layout) -> None:
         """Refuse a weight if a companion is missing, or if a tensor has another type than the scheme's."""
-        layout, dtype = layout_of(scheme), self.kinds[name].dtype.name
+        weight, name, _, scheme, names = found
+        dtype = self.kinds[name].dtype.name
         if dtype not in layout.stored.dtypes:
             expected = f"{_any_of(layout.stored)} ({scheme.name})"
             raise self.contradiction(weight, f"the type of {name}", expected, dtype)
         if weight != name and weight in self.kinds:
-            expected, got = f"{weight}, or {name}", "both"
-            raise self.refused(
-                f"the weight {weight} is there twice", expected=expected, got=got, remedy="take out what is not used"
-            )
+            problem, expected = f"the weight {weight} is there twice", f"{weight}, or {name}"
+            raise self.refused(problem, expected=expected, got="both", remedy="take out what is not used")
         for part in layout.parts:
-            if part.required and part not in names:
-                role = part.role.replace("_", " ")
-                expected = " or ".join(_companion_names(part, prefix))
-                got = f"{name} alone" if not names else f"{name}, {', '.join(names.values())}"
-                raise self.incomplete(f"the weight {weight} ({scheme.name}) has no {role}", expected, got)
-            if part in names and (dtype := self.kinds[names[part]].dtype.name) not in part.dtypes:
+            if part.required and part.role not in names:
+                problem = f"the weight {weight} ({scheme.name}) has no {part.role.replace('_', ' ')}"
+                expected = " or ".join(_companion_names(part, found.prefix))
+                raise self.incomplete(problem, expected, ", ".join((name, *names.values())))
+            if part.role in names and (dtype := self.kinds[names[part.role]].dtype.name) not in part.dtypes:
                 expected = f"{_any_of(part)} ({scheme.name})"
-                raise self.contradiction(weight, f"the type of {names[part]}", expected, dtype)
+                raise self.contradiction(weight, f"the type of {names[part.role]}", expected, dtype)
 
-    def fitted(
-        self,
-        weight: str,
-        name: str,
-        scheme: Scheme,
-        names: Mapping[Part, str],
-        stated: tuple[int, ...] | None,
-        fits: _Fits,
-    ) -> Fit:
-        stored, shapes = self.shape(name), {part: self.shape(each) for part, each in names.items()}
-        key = (scheme, stored, stated, tuple((part.role, shape) for part, shape in shapes.items()))
+    def fitted(self, found: _Stored, stated: tuple[int, ...] | None) -> Fit:
+        """Return how the tensors of a weight belong together. Raises SourceError if the shape of one contradicts."""
+        stored, shapes = self.shape(found.name), {role: self.shape(name) for role, name in found.names.items()}
         try:
-            if key not in fits:
-                fits[key] = fit(layout_of(scheme), stored, shapes, stated)
+            return fit(layout_of(found.scheme), stored, shapes, stated)
         except Misfit as misfit:
-            tensor = name if misfit.part is None else names[misfit.part]
-            got, expected = f"{list(self.shape(tensor))}", f"{misfit.expected} ({_told(scheme)})"
-            if tensor != name:
-                got += f" beside {name} {list(stored)}"
-            raise self.contradiction(weight, f"the shape of {tensor}", expected, got) from None
-        return fits[key]
+            name, beside = found.names.get(misfit.role, found.name), f" beside {found.name} {list(stored)}"
+            got, expected = f"{list(self.shape(name))}", f"{misfit.expected} ({_told(found.scheme)})"
+            got += beside if name != found.name else ""
+            raise self.contradiction(found.weight, f"the shape of {name}", expected, got) from None
 
     def whole_weights(self) -> Iterator[QuantizedWeight]:
         """Yield a weight for each module whose scheme is only known by name: all tensors of it together."""

@@ -32,7 +32,7 @@ class Axis(NamedTuple):
 class Part(NamedTuple):
     """One of the tensors that a scheme stores for a weight."""
 
-    role: str
+    role: str  # that of a companion, no two in a layout alike; or "stored"
     names: tuple[str, ...]  # how it may be called, behind the name of the module
     dtypes: frozenset[str]
     # Dimensions of length 1 may stand between them; those of stacked experts stand before them.
@@ -115,13 +115,13 @@ class Misfit(Exception):
     """A tensor of a weight has not the shape that the scheme and the weight's shape give it.
 
     Attributes:
-        part: None: it is the tensor that holds the elements.
+        role: of the tensor.
         expected: in words.
     """
 
-    def __init__(self, part: Part | None, expected: str) -> None:
+    def __init__(self, role: str, expected: str) -> None:
         super().__init__(expected)
-        self.part, self.expected = part, expected
+        self.role, self.expected = role, expected
 
 
 class Fit(NamedTuple):
@@ -129,17 +129,17 @@ class Fit(NamedTuple):
 
     shape: tuple[int, ...]  # of the logical weight
     grain: tuple[int, ...]
-    dims: Mapping[Part, tuple[Relation | None, ...]]
+    dims: Mapping[str, tuple[Relation | None, ...]]  # of its companions, by role
 
 
 def fit(
-    layout: Layout, stored: tuple[int, ...], shapes: Mapping[Part, tuple[int, ...]], stated: Sequence[int] | None = None
+    layout: Layout, stored: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], stated: Sequence[int] | None = None
 ) -> Fit:
     """Return how the tensors of a weight belong together.
 
     Args:
         stored: the shape of the tensor that holds the elements.
-        shapes: those of its companions.
+        shapes: those of its companions, by role.
         stated: the shape of the logical weight, if a tensor of the checkpoint says it.
 
     Raises Misfit if a shape is not what it must be.
@@ -150,23 +150,25 @@ def fit(
     fixed = [length for axis, length in zip(axes, own) if axis.of is None and length != axis.ratio]
     if len(own) < len(axes) or fixed:
         sizes = ", ".join(_axis_name(axis) for axis in axes)
-        raise Misfit(None, f"{len(axes)} dimensions ({sizes}), or further ones before them")
+        raise Misfit("stored", f"{len(axes)} dimensions ({sizes}), or further ones before them")
     lengths = _logical_lengths(axes, own, stated)
     grains = [1, 1]
-    for axis in (*axes, *(axis for part in shapes for axis in part.axes)):
+    for axis in (*axes, *(axis for part in layout.parts if part.role in shapes for axis in part.axes)):
         if axis.of is not None and axis.tied:
             grains[axis.of] = math.lcm(grains[axis.of], axis.ratio.denominator)
     grain = [1] * len(experts) + [
         own[number] if axis.of is None else int(grains[axis.of] * axis.ratio) for number, axis in enumerate(axes)
     ]
     dims = {}
-    for part, shape in shapes.items():
-        dims[part] = _relations(part, shape, experts, axes, lengths)
-        for relation, length in zip(dims[part], shape):
+    for part in (part for part in layout.parts if part.role in shapes):
+        shape = shapes[part.role]
+        relations = _relations(part, shape, experts, axes, lengths)
+        for number, (relation, length) in enumerate(zip(relations, shape)):
             # Where words are filled up beyond the last group, no place in one follows from that in the other.
             if relation is not None and relation.length(stored[relation.dim]) != length:
                 grain[relation.dim] = max(1, stored[relation.dim])
-                dims[part] = tuple(None if each is relation else each for each in dims[part])
+                relations[number] = None
+        dims[part.role] = tuple(relations)
     rows, columns = lengths
     shape = (*experts, columns, rows) if layout.transposed else (*experts, rows, columns)
     return Fit(shape, tuple(grain), dims)
@@ -192,16 +194,16 @@ def _logical_lengths(axes: Sequence[Axis], own: Sequence[int], stated: Sequence[
             lengths[axis.of] = stated[axis.of - 2]
         if math.ceil(lengths[axis.of] * axis.ratio) != length:
             number = f"{math.ceil(lengths[axis.of] * axis.ratio)} for {lengths[axis.of]} of the weight"
-            raise Misfit(None, f"{_axis_name(axis)}: {number}")
+            raise Misfit("stored", f"{_axis_name(axis)}: {number}")
     return lengths[ROWS], lengths[COLUMNS]
 
 
 def _relations(
     part: Part, shape: tuple[int, ...], experts: tuple[int, ...], axes: Sequence[Axis], lengths: tuple[int, int]
-) -> tuple[Relation | None, ...]:
+) -> list[Relation | None]:
     """Return how the dimensions of a companion belong to those of the stored weight. Raises Misfit if one does not."""
     if part.role == "shape":
-        return (None,) * len(shape)
+        return [None] * len(shape)
     ahead = [(length, Relation(number, 1)) for number, length in enumerate(experts)]
     behind: list[tuple[int, Relation | None]] = []
     for axis in part.axes:
@@ -222,8 +224,8 @@ def _relations(
             else:
                 break
         if len(relations) == len(shape) and not remaining:
-            return tuple(relations)
+            return relations
     expected = [length for length, _ in (*ahead, *behind)]
     sizes = [_axis_name(axis) for axis in part.axes]
     scaled = f" ({', '.join(sizes)})" if sizes else ""
-    raise Misfit(part, f"{expected}{scaled} for {list(lengths)} rows and columns of the weight")
+    raise Misfit(part.role, f"{expected}{scaled} for {list(lengths)} rows and columns of the weight")

@@ -124,7 +124,7 @@ def quantization_of(values: Mapping[str, Any], where: str = "") -> Mapping[str, 
     for key in ("text_config", "llm_config"):
         if isinstance(inner := values.get(key), Mapping) and (found := quantization_of(inner, where)) is not None:
             return found
-    if "quant_method" in values:
+    if values.get("quant_method") is not None:
         return values
     if "config_groups" in values:
         return {"quant_method": "compressed-tensors", **values}
@@ -247,13 +247,14 @@ class _Settings(NamedTuple):
 
     def group_size(self, default: int | None = None) -> int:
         """Return how many columns share a scale; 0: all of them."""
-        value = self.values.get("group_size", default)
+        value = default if self.values.get("group_size") is None else self.values["group_size"]
         if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
             raise self.refused("group_size", "a number of columns, or -1 for all of them")
         return max(value, 0)
 
     def block(self, key: str) -> tuple[int, int]:
-        match self.values.get(key):
+        value = self.values.get(key)
+        match [int(size) for size in value.split("x") if size.isdecimal()] if isinstance(value, str) else value:
             case [int(rows), int(columns)] if rows > 0 and columns > 0:
                 return rows, columns
         raise self.refused(key, "two numbers: of rows and of columns")
@@ -291,7 +292,7 @@ def _gptq_scheme(settings: _Settings) -> Scheme:
         return _whole(f"gptq as {layout}")
     # A symmetric one stores zero points too.
     bits, columns = settings.bits("bits", _GPTQ_BITS), settings.group_size()
-    return Scheme("gptq", "gptq", bits, (1, columns), False, settings.flag("desc_act", False))
+    return Scheme(layout, "gptq", bits, (1, columns), False, settings.flag("desc_act", False))
 
 
 def _awq(settings: _Settings) -> list[Group]:

@@ -506,6 +506,14 @@ def test_groups_are_chosen_by_name_then_pattern_then_class() -> None:
     assert [read.leaves_out(name) for name in ("lm_head", "m.mlp.gate", "m.mlp.gate_proj")] == [True, True, False]
 
 
+def test_settings_that_are_written_in_two_ways() -> None:
+    block = {"strategy": "block", "block_structure": "128x64", "num_bits": 8, "type": "float"}
+    assert scheme_of(compressed("float-quantized", **block), "x").scheme("q").block == (128, 64)  # type: ignore[union-attr]
+    nvfp4 = scheme_of({"quant_method": "modelopt", "quant_algo": "nvfp4", "group_size": None}, "x").scheme("q")
+    assert nvfp4 is not None
+    assert (nvfp4.kind, nvfp4.block) == ("nvfp4", (1, 16))
+
+
 def test_modules_that_gptq_changes_or_leaves_out() -> None:
     dynamic = {"-:.*gate.*": {}, r"+:.*\.18\..*": {"bits": 8, "group_size": 64}, r".*\.19\..*": {"desc_act": True}}
     read = scheme_of({**GPTQ, "dynamic": dynamic}, "config.json")
@@ -531,6 +539,7 @@ def _group(**weights: Any) -> dict[str, Any]:
     [
         ({**FP8, "weight_block_size": [128]}, "weight_block_size"),
         ({**FP8, "weight_block_size": [0, 128]}, "weight_block_size"),
+        ({**FP8, "weight_block_size": "128xx"}, "weight_block_size"),
         ({**FP8, "modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
         ({**GPTQ, "bits": 5}, "one of 2, 3, 4, 8"),
         ({**GPTQ, "bits": True}, "bits"),
