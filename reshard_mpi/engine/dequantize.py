@@ -1,0 +1,307 @@
+"""Compute the elements of a quantized weight from the tensors that are stored for it (`dequantized`).
+
+Everything is computed in float32, in the order in which the libraries of the schemes do it: the zero point is taken
+from the element, and the difference is multiplied by the scale. Nothing is rounded before: a product of what is stored
+has so few bits that float32 holds it, so whoever rounds the result once has what these libraries have. (Where the
+scale is a float32, they compute in float32 as well.)
+
+A grid is the scales or zero points of a box, each of which is for a block of elements. It has the dimensions of the
+logical weight; a box that begins or ends within a block has that block's number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from reshard_mpi.engine.elements import Array, assign, convert
+from reshard_mpi.errors import SourceError
+from reshard_mpi.formats.dtypes import BY_NAME, FLOATS, DType, to_numpy
+from reshard_mpi.quantization.weights import Companion, QuantizedWeight, Relation
+from reshard_mpi.sharding.box import Box
+
+# The elements of a box of a stored tensor, by its name, in the box's shape: unsigned integers as wide as the elements.
+Read = Callable[[str, Box], Array]
+
+_FLOAT32, _UINT8 = BY_NAME["float32"], BY_NAME["uint8"]
+_NEEDED = frozenset(("scale", "zeros", "group_index", "global_scale"))
+# How many elements are computed at a time: their memory stays in the processor's second cache.
+_BLOCK = 1 << 15
+_WORD_BITS = 32
+_E8M0_BIAS = 127
+# The bytes of gpt-oss's blocks of 32 elements are a dimension of their own.
+_BLOCK_BYTES = 16
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_FP4 = np.concatenate([_FP4, -_FP4])
+# Where in a word of AWQ the elements lie that follow each other.
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def dequantized(weight: QuantizedWeight, box: Box, dtypes: Mapping[str, DType], read: Read) -> Array:
+    """Return elements of a logical weight, as a C-contiguous array of float32 in the shape of `box`.
+
+    It takes up to three times its own memory.
+
+    Args:
+        box: in the coordinates of the logical weight, which has two dimensions or more.
+        dtypes: of all stored tensors.
+        read: called once for each tensor and box that `stored_boxes` returns.
+
+    Raises SourceError if what is stored contradicts the scheme.
+    """
+    if not box.size:
+        return np.empty(box.shape, np.float32)
+    arrays = {name: np.ascontiguousarray(read(name, part)) for name, part in stored_boxes(weight, box).items()}
+    with np.errstate(all="ignore"):
+        elements = _elements(weight, box, arrays[weight.stored], dtypes[weight.stored])
+        groups = weight.companion("group_index") if weight.scheme.act_order else None
+        index = None if groups is None else arrays[groups.name].view(to_numpy(dtypes[groups.name]))
+        zeros, scale = weight.companion("zeros"), weight.companion("scale")
+        if zeros is not None:
+            grid = _zeros(weight, zeros, box, arrays[zeros.name], dtypes[zeros.name])
+            _apply(np.subtract, elements, grid, box, index)
+        if scale is not None:
+            grid = _scales(weight, scale, arrays, dtypes)
+            _apply(np.multiply, elements, grid, box, index)
+    return elements
+
+
+def stored_boxes(weight: QuantizedWeight, box: Box) -> dict[str, Box]:
+    """Return, for each stored tensor that elements of a logical weight are computed from, the box that is needed.
+
+    What is divided by the box's ends, a block or a word with several elements, is needed whole.
+    """
+    scheme = weight.scheme
+    related = {weight.stored: (_stored(weight), _BLOCK_BYTES)}
+    for companion in weight.companions:
+        if companion.role in _NEEDED:
+            whole = 1
+            if companion.role in ("scale", "zeros") and scheme.act_order and scheme.block[1]:
+                whole = -(-weight.shape[-1] // scheme.block[1])
+            related[companion.name] = (_logical(weight, companion), whole)
+    boxes = {}
+    for name, (relations, whole) in related.items():
+        spans = [(0, whole) if each is None else _span(each, box) for each in relations]
+        boxes[name] = Box(tuple(low for low, _ in spans), tuple(high for _, high in spans))
+    return boxes
+
+
+def _span(relation: Relation, box: Box) -> tuple[int, int]:
+    return box.start[relation.dim] * relation.own // relation.step, relation.length(box.stop[relation.dim])
+
+
+def _stored(weight: QuantizedWeight) -> tuple[Relation | None, ...]:
+    """Return how the dimensions of the stored weight belong to the logical weight's."""
+    kind, bits, ndim = weight.scheme.kind, weight.scheme.bits, len(weight.shape)
+    outer = tuple(Relation(dim, 1) for dim in range(ndim - 2))
+    rows, columns = Relation(ndim - 2, 1), Relation(ndim - 1, 1)
+    if kind == "packed":
+        return (*outer, rows, Relation(columns.dim, _WORD_BITS, bits))
+    if kind == "gptq":
+        return (*outer, Relation(columns.dim, _WORD_BITS, bits), rows)
+    if kind == "awq":
+        return (*outer, columns, Relation(rows.dim, _WORD_BITS, bits))
+    if _is_transposed_mxfp4(weight):
+        return (*outer, columns, Relation(rows.dim, 2 * _BLOCK_BYTES), None)
+    if kind in ("mxfp4", "nvfp4"):
+        return (*outer, rows, Relation(columns.dim, 2))
+    return (*outer, rows, columns)
+
+
+def _is_transposed_mxfp4(weight: QuantizedWeight) -> bool:
+    """Tell whether a weight is stored as gpt-oss does: transposed, and blocks have a dimension of their own."""
+    return weight.scheme.kind == "mxfp4" and len(weight.grain) > len(weight.shape)
+
+
+def _logical(weight: QuantizedWeight, companion: Companion) -> tuple[Relation | None, ...]:
+    """Return how the dimensions of a companion belong to the logical weight's."""
+    relations = []
+    for own in companion.dims:
+        stored = None if own is None else _stored(weight)[own.dim]
+        relations.append(stored and own and Relation(stored.dim, stored.step * own.step, stored.own * own.own))
+    return tuple(relations)
+
+
+def _elements(weight: QuantizedWeight, box: Box, stored: Array, dtype: DType) -> Array:
+    """Return the elements of a box as float32 before they are scaled; whole numbers less their zero point if known."""
+    scheme = weight.scheme
+    if scheme.kind in ("fp8", "int8"):
+        return _floats(stored, dtype)
+    if _is_transposed_mxfp4(weight):
+        stored = stored.reshape(*stored.shape[:-2], -1)
+        return _turned(_unpacked(stored, 4, box.start[-2] % (2 * _BLOCK_BYTES) * 4, box.shape[-2], _FP4))
+    if scheme.kind in ("mxfp4", "nvfp4"):
+        return _unpacked(stored, 4, box.start[-1] % 2 * 4, box.shape[-1], _FP4)
+    zero = 0 if weight.companion("zeros") is not None else 1 << scheme.bits - 1
+    numbers = np.arange(-zero, (1 << scheme.bits) - zero, dtype=np.float32)
+    if scheme.kind == "awq":
+        return _turned(_unpacked_words(_in_order(stored), 4, box.start[-2], box.shape[-2], numbers))
+    words = stored.swapaxes(-1, -2) if scheme.kind == "gptq" else stored
+    return _unpacked_words(words, scheme.bits, box.start[-1], box.shape[-1], numbers)
+
+
+def _zeros(weight: QuantizedWeight, zeros: Companion, box: Box, stored: Array, dtype: DType) -> _BlockGrid:
+    """Return the zero points of a box."""
+    scheme, relations = weight.scheme, list(_logical(weight, zeros))
+    if scheme.kind not in ("packed", "gptq", "awq"):
+        return _grid(weight, relations, _floats(stored, dtype))
+    rows = len(weight.shape) - 2  # which they are packed along
+    packed = next(axis for axis, each in enumerate(relations) if each is not None and each.dim == rows)
+    relations[packed] = Relation(rows, 1)
+    words = stored.swapaxes(packed, -1)
+    numbers = np.arange(1 << scheme.bits, dtype=np.float32)
+    if scheme.kind == "awq":
+        words = _in_order(words)
+    values = _unpacked_words(words, scheme.bits, box.start[-2], box.shape[-2], numbers)
+    if scheme.kind == "gptq":
+        values += _left_out(weight, zeros, values)
+    return _grid(weight, relations, values.swapaxes(packed, -1))
+
+
+def _left_out(weight: QuantizedWeight, zeros: Companion, values: Array) -> int:
+    """Return what has to be added to zero points of GPTQ: in its first form they are stored less 1."""
+    scheme = weight.scheme
+    if not scheme.symmetric:
+        return 0 if scheme.name == "gptq_v2" else 1
+    # Some writers say one form and store the other; what a symmetric zero point is, is known.
+    middle = 1 << scheme.bits - 1
+    if (values == middle).all():
+        return 0
+    if (values == middle - 1).all():
+        return 1
+    raise SourceError(
+        f"{weight.name} has other zero points than a symmetric weight of {scheme.bits} bits",
+        expected=f"all {middle - 1} (gptq) or all {middle} (gptq_v2)",
+        got=f"{values.min():g} to {values.max():g}",
+        where=zeros.name,
+        remedy='if it was not quantized symmetrically, say "sym": false in its quantization_config',
+    )
+
+
+def _scales(
+    weight: QuantizedWeight, scale: Companion, arrays: Mapping[str, Array], dtypes: Mapping[str, DType]
+) -> _BlockGrid:
+    grid = _grid(weight, _logical(weight, scale), _scale_floats(arrays[scale.name], dtypes[scale.name]))
+    whole = weight.companion("global_scale")
+    if whole is None:
+        return grid
+    by = _grid(weight, _logical(weight, whole), _floats(arrays[whole.name], dtypes[whole.name])).values
+    return grid._replace(values=grid.values / by if weight.scheme.divides else grid.values * by)
+
+
+class _BlockGrid(NamedTuple):
+    """Numbers for blocks of elements of the logical weight; see above."""
+
+    values: Array  # float32, of as many dimensions as the weight
+    steps: tuple[int, ...]  # how many elements each is for, along each dimension; 0: all there are
+
+
+def _grid(weight: QuantizedWeight, relations: Sequence[Relation | None], values: Array) -> _BlockGrid:
+    """Return numbers with the dimensions of the logical weight.
+
+    Args:
+        relations: how the dimensions of `values` belong to it. What is longer than 1 and does not is for groups of
+            columns.
+    """
+    ndim = len(weight.shape)
+    axes, steps = dict[int, int](), [0] * ndim
+    for axis, relation in enumerate(relations):
+        if relation is not None:
+            axes[relation.dim], steps[relation.dim] = axis, relation.step // relation.own
+        elif values.shape[axis] > 1:
+            axes[ndim - 1] = axis
+    order = [axes[dim] for dim in sorted(axes)]
+    turned = values.transpose([*order, *(axis for axis in range(values.ndim) if axis not in order)])
+    shape = [values.shape[axes[dim]] if dim in axes else 1 for dim in range(ndim)]
+    return _BlockGrid(turned.reshape(shape), tuple(steps))
+
+
+def _apply(operation: np.ufunc, elements: Array, grid: _BlockGrid, box: Box, index: Array | None) -> None:
+    """Subtract zero points from elements, or multiply these by scales, in place.
+
+    Args:
+        index: for each column of the box the group whose number it has; None: the columns of a group follow each other.
+    """
+    (low, left), (high, right) = box.start[-2:], box.stop[-2:]
+    step, width = grid.steps[-2:]
+    run = step if step > 1 else max(1, _BLOCK // (right - left))
+    for outer in np.ndindex(elements.shape[:-2]):
+        values = grid.values[tuple(place if length > 1 else 0 for place, length in zip(outer, grid.values.shape))]
+        for first in range(low // run * run, high, run):
+            rows = slice(max(first, low) - low, min(first + run, high) - low)
+            if step > 1:
+                block = first // step - low // step
+                numbers = values[block : block + 1]
+            else:
+                numbers = values[rows] if step else values
+            if index is not None and values.shape[1] > 1:
+                numbers = numbers[:, index]
+            elif width > 1:
+                numbers = np.repeat(numbers, width, axis=1)[:, left % width :][:, : right - left]
+            part = elements[outer][rows]
+            operation(part, numbers, out=part)
+
+
+def _floats(stored: Array, dtype: DType) -> Array:
+    """Return elements as float32."""
+    if dtype not in FLOATS:
+        return stored.view(to_numpy(dtype)).astype(np.float32)
+    values = np.empty(stored.shape, np.float32)
+    convert(stored.reshape(-1), dtype, values.reshape(-1).view(np.uint32), _FLOAT32)
+    return values
+
+
+def _scale_floats(stored: Array, dtype: DType) -> Array:
+    """Return scales as float32; those of type uint8 are exponents of two (E8M0)."""
+    if dtype != _UINT8:
+        return _floats(stored, dtype)
+    scales: Array = np.ldexp(np.float32(1), stored.astype(np.int32) - _E8M0_BIAS)
+    return scales
+
+
+def _in_order(words: Array) -> Array:
+    """Return words of AWQ with their elements one after the other, the first in the lowest bits."""
+    ordered = np.zeros_like(words)
+    for place, source in enumerate(_AWQ_PLACES):
+        ordered |= (words >> 4 * source & 0xF) << 4 * place
+    return ordered
+
+
+def _unpacked_words(words: Array, bits: int, start: int, count: int, values: Array) -> Array:
+    """Return `count` elements from number `start` on; each row of `words` begins with the word that has this one."""
+    stream = np.ascontiguousarray(words).astype("<u4", copy=False).view(np.uint8)
+    return _unpacked(stream, bits, start * bits % _WORD_BITS, count, values)
+
+
+def _unpacked(stream: Array, bits: int, first_bit: int, count: int, values: Array) -> Array:
+    """Return `count` elements of each row of bytes; they follow each other from the lowest bit on.
+
+    Args:
+        values: for each number of `bits` what it becomes.
+    """
+    if 8 % bits:
+        places = first_bit + np.arange(count) * bits
+        low, high = (np.take(stream, (places >> 3) + after, axis=-1, mode="clip") for after in (0, 1))
+        numbers = (low | high.astype(np.uint16) << 8) >> (places & 7).astype(np.uint16) & (1 << bits) - 1
+        chosen: Array = np.take(values, numbers)
+        return chosen
+    each = 8 // bits
+    begin, skipped = first_bit // 8, first_bit % 8 // bits
+    needed = stream[..., begin : begin - (skipped + count) // -each]
+    elements = np.empty((*needed.shape, each), np.float32)
+    table = values[np.arange(256)[:, None] >> np.arange(0, 8, bits) & (1 << bits) - 1]
+    source, target = np.ascontiguousarray(needed).reshape(-1), elements.reshape(-1, each)
+    for first in range(0, len(source), _BLOCK):  # for what numpy makes indices of to stay small
+        block = slice(first, first + _BLOCK)
+        np.take(table, source[block], axis=0, out=target[block], mode="clip")
+    chosen = elements.reshape(*needed.shape[:-1], -1)[..., skipped : skipped + count]
+    return np.ascontiguousarray(chosen)
+
+
+def _turned(elements: Array) -> Array:
+    """Return elements with their last two dimensions exchanged, C-contiguous."""
+    turned = np.empty((*elements.shape[:-2], elements.shape[-1], elements.shape[-2]), np.float32)
+    assign(turned, elements.swapaxes(-1, -2))
+    return turned
