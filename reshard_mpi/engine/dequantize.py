@@ -254,7 +254,7 @@ def _floats(stored: Array, dtype: DType) -> Array:
 
 
 def _scale_floats(stored: Array, dtype: DType) -> Array:
-    """Return scales as float32; those of type uint8 are exponents of two (E8M0)."""
+    """Return scales as float32; one of type uint8 is an exponent of two (E8M0)."""
     if dtype != _UINT8:
         return _floats(stored, dtype)
     scales: Array = np.ldexp(np.float32(1), stored.astype(np.int32) - _E8M0_BIAS)
