@@ -66,6 +66,9 @@ _FORMS = {
     _E5M2: _SmallFloat(2, _BIAS - 14, _bits(65536.0), _bits(61440.0), True, 0x7F),
     _E4M3: _SmallFloat(3, _BIAS - 6, _bits(448.0), _bits(464.0) + 1, False, 0x7F),
 }
+# Where float8_e4m3fn has its bits in a float32, how far they are shifted, and how much too small the number is then: by
+# the exponents' biases, 127 and 7.
+_E4M3_PARTS, _E4M3_SHIFT, _E4M3_SCALE = 0x87F00000, 20, np.float32(2.0**120)
 
 
 def convert(source: Array, stored: DType, out: Array, dtype: DType) -> int:
@@ -123,8 +126,21 @@ def _to_float32(source: Array, stored: DType, out: Array) -> None:
     elif stored == _BFLOAT16:
         np.copyto(out, source)
         np.left_shift(out, 16, out=out)
+    elif stored == _E4M3:
+        _widen_e4m3(source, out)
     else:
         np.take(_widened(stored), source, out=out, mode="clip")  # without a mode, numpy would make a copy of `out`
+
+
+def _widen_e4m3(source: Array, out: Array) -> None:
+    """Make float32 of 8-bit floats without a table, which takes half as long."""
+    np.copyto(out.view(np.int32), source.view(np.int8))  # with the sign in all upper bits
+    np.left_shift(out, _E4M3_SHIFT, out=out)
+    out &= _E4M3_PARTS
+    np.multiply(out.view(np.float32), _E4M3_SCALE, out=out.view(np.float32))
+    if len(source) and (source.max() == 0xFF or source.view(np.int8).max() == 0x7F):
+        nan = source & 0x7F == 0x7F
+        out[nan] |= _INFINITY
 
 
 def _overflowed(source: Array, wide: Array) -> int:
@@ -220,9 +236,9 @@ def _table(stored: DType, dtype: DType) -> _Table:
     return _Table(values, too_large, least)
 
 
-@lru_cache(maxsize=3)
+@lru_cache(maxsize=2)
 def _widened(stored: DType) -> Array:
-    """Return what each element of a type of one or two bytes is as a float32, as bits."""
+    """Return what each element of a type of one or two bytes that has infinities is as a float32, as bits."""
     if stored == _E5M2:  # it is the upper half of a float16
         return _widened(_FLOAT16)[:: 1 << 8].copy()
     form, width = _FORMS[stored], 8 * stored.itemsize_bytes
@@ -232,13 +248,9 @@ def _widened(stored: DType) -> Array:
     significand = mantissa + np.where(exponent > 0, 1 << form.mantissa_bits, 0)
     power = np.maximum(exponent, 1).astype(np.int32) - 1 + form.least_exponent - _BIAS - form.mantissa_bits
     wide: Array = np.ldexp(significand.astype(np.float32), power).view(np.uint32)
-    dropped = _MANTISSA_BITS - form.mantissa_bits
-    if form.has_infinity:
-        special = exponent == exponent.max()
-        quiet = np.where(mantissa > 0, 1 << _MANTISSA_BITS - 1, 0)
-        wide[special] = (_INFINITY | quiet | mantissa << dropped)[special]
-    else:
-        wide[(elements & (1 << width - 1) - 1) == form.nan] = _INFINITY | (1 << form.mantissa_bits) - 1 << dropped
+    special = exponent == exponent.max()
+    quiet = np.where(mantissa > 0, 1 << _MANTISSA_BITS - 1, 0)
+    wide[special] = (_INFINITY | quiet | mantissa << _MANTISSA_BITS - form.mantissa_bits)[special]
     wide |= elements >> width - 1 << 31
     return wide
 
