@@ -42,7 +42,7 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 def dequantized(weight: QuantizedWeight, box: Box, dtypes: Mapping[str, DType], read: Read) -> Array:
     """Return elements of a logical weight, as a C-contiguous array of float32 in the shape of `box`.
 
-    It takes up to three times its own memory.
+    It takes up to twice their memory and some more.
 
     Args:
         box: in the coordinates of the logical weight, which has two dimensions or more.
@@ -131,15 +131,15 @@ def _elements(weight: QuantizedWeight, box: Box, stored: Array, dtype: DType) ->
         return _floats(stored, dtype)
     if _is_transposed_mxfp4(weight):
         stored = stored.reshape(*stored.shape[:-2], -1)
-        return _turned(_unpacked(stored, 4, box.start[-2] % (2 * _BLOCK_BYTES) * 4, box.shape[-2], _FP4))
+        return _unpacked_turned(stored, box.start[-2] % (2 * _BLOCK_BYTES), box.shape[-2], _FP4)
     if scheme.kind in ("mxfp4", "nvfp4"):
         return _unpacked(stored, 4, box.start[-1] % 2 * 4, box.shape[-1], _FP4)
     zero = 0 if weight.companion("zeros") is not None else 1 << scheme.bits - 1
     numbers = np.arange(-zero, (1 << scheme.bits) - zero, dtype=np.float32)
     if scheme.kind == "awq":
-        return _turned(_unpacked_words(_in_order(stored), 4, box.start[-2], box.shape[-2], numbers))
+        return _unpacked_turned(_bytes_of(_in_order(stored)), box.start[-2] % 8, box.shape[-2], numbers)
     words = stored.swapaxes(-1, -2) if scheme.kind == "gptq" else stored
-    return _unpacked_words(words, scheme.bits, box.start[-1], box.shape[-1], numbers)
+    return _unpacked(_bytes_of(words), scheme.bits, box.start[-1] * scheme.bits % _WORD_BITS, box.shape[-1], numbers)
 
 
 def _zeros(weight: QuantizedWeight, zeros: Companion, box: Box, stored: Array, dtype: DType) -> _BlockGrid:
@@ -154,7 +154,8 @@ def _zeros(weight: QuantizedWeight, zeros: Companion, box: Box, stored: Array, d
     numbers = np.arange(1 << scheme.bits, dtype=np.float32)
     if scheme.kind == "awq":
         words = _in_order(words)
-    values = _unpacked_words(words, scheme.bits, box.start[-2], box.shape[-2], numbers)
+    first_bit = box.start[-2] * scheme.bits % _WORD_BITS
+    values = _unpacked(_bytes_of(words), scheme.bits, first_bit, box.shape[-2], numbers)
     if scheme.kind == "gptq":
         values += _left_out(weight, zeros, values)
     return _grid(weight, relations, values.swapaxes(packed, -1))
@@ -269,10 +270,9 @@ def _in_order(words: Array) -> Array:
     return ordered
 
 
-def _unpacked_words(words: Array, bits: int, start: int, count: int, values: Array) -> Array:
-    """Return `count` elements from number `start` on; each row of `words` begins with the word that has this one."""
-    stream = np.ascontiguousarray(words).astype("<u4", copy=False).view(np.uint8)
-    return _unpacked(stream, bits, start * bits % _WORD_BITS, count, values)
+def _bytes_of(words: Array) -> Array:
+    """Return the bytes of words, from the lowest on."""
+    return np.ascontiguousarray(words).astype("<u4", copy=False).view(np.uint8)
 
 
 def _unpacked(stream: Array, bits: int, first_bit: int, count: int, values: Array) -> Array:
@@ -281,27 +281,40 @@ def _unpacked(stream: Array, bits: int, first_bit: int, count: int, values: Arra
     Args:
         values: for each number of `bits` what it becomes.
     """
-    if 8 % bits:
-        places = first_bit + np.arange(count) * bits
-        low, high = (np.take(stream, (places >> 3) + after, axis=-1, mode="clip") for after in (0, 1))
-        numbers = (low | high.astype(np.uint16) << 8) >> (places & 7).astype(np.uint16) & (1 << bits) - 1
-        chosen: Array = np.take(values, numbers)
-        return chosen
+    elements = np.empty((*stream.shape[:-1], count), np.float32)
+    rows, target = stream.reshape(-1, stream.shape[-1]), elements.reshape(-1, count)
+    places = first_bit + np.arange(count) * bits
+    low, shifts = places >> 3, (places & 7).astype(np.uint16)
     each = 8 // bits
     begin, skipped = first_bit // 8, first_bit % 8 // bits
-    needed = stream[..., begin : begin - (skipped + count) // -each]
-    elements = np.empty((*needed.shape, each), np.float32)
+    end = begin - (skipped + count) // -each
     table = values[np.arange(256)[:, None] >> np.arange(0, 8, bits) & (1 << bits) - 1]
-    source, target = np.ascontiguousarray(needed).reshape(-1), elements.reshape(-1, each)
-    for first in range(0, len(source), _BLOCK):  # for what numpy makes indices of to stay small
-        block = slice(first, first + _BLOCK)
-        np.take(table, source[block], axis=0, out=target[block], mode="clip")
-    chosen = elements.reshape(*needed.shape[:-1], -1)[..., skipped : skipped + count]
-    return np.ascontiguousarray(chosen)
+    # A few rows at a time, for the indices that numpy makes to stay small.
+    at_a_time = max(1, _BLOCK // count)
+    for first in range(0, len(rows), at_a_time):
+        part = rows[first : first + at_a_time]
+        if 8 % bits:  # elements may straddle bytes
+            lower, upper = (np.take(part, low + after, axis=1, mode="clip") for after in (0, 1))
+            numbers = (lower | upper.astype(np.uint16) << 8) >> shifts & (1 << bits) - 1
+            np.take(values, numbers, out=target[first : first + at_a_time], mode="clip")
+        else:
+            unpacked = np.take(table, part[:, begin:end], axis=0, mode="clip").reshape(len(part), -1)
+            target[first : first + at_a_time] = unpacked[:, skipped : skipped + count]
+    return elements
 
 
-def _turned(elements: Array) -> Array:
-    """Return elements with their last two dimensions exchanged, C-contiguous."""
-    turned = np.empty((*elements.shape[:-2], elements.shape[-1], elements.shape[-2]), np.float32)
-    assign(turned, elements.swapaxes(-1, -2))
-    return turned
+def _unpacked_turned(stream: Array, skipped: int, count: int, values: Array) -> Array:
+    """Return `count` elements of 4 bits of each row of bytes after the first `skipped`, in columns in place of rows."""
+    turned = np.empty((*stream.shape[:-2], stream.shape[-1], stream.shape[-2]), np.uint8)
+    assign(turned, stream.swapaxes(-1, -2))
+    elements = np.empty((*turned.shape[:-1], 2, turned.shape[-1]), np.float32)
+    rows, target = turned.reshape(-1, turned.shape[-1]), elements.reshape(-1, 2, turned.shape[-1])
+    numbers = np.arange(256)
+    tables = values[numbers & 0xF], values[numbers >> 4]
+    at_a_time = max(1, _BLOCK // rows.shape[1])
+    for first in range(0, len(rows), at_a_time):
+        part = slice(first, first + at_a_time)
+        for half, table in enumerate(tables):
+            target[part, half] = np.take(table, rows[part], mode="clip")
+    halves = elements.reshape(*turned.shape[:-2], -1, turned.shape[-1])
+    return np.ascontiguousarray(halves[..., skipped : skipped + count, :])
