@@ -17,7 +17,7 @@ from reshard_mpi.mapping.direction import Direction, Inventory, TemplateShapes
 from reshard_mpi.mapping.equations import NamePattern
 from reshard_mpi.mapping.matching import Match, whole_pair
 from reshard_mpi.mapping.rules import EquationRule, Rules
-from reshard_mpi.mapping.tensor_kinds import COUNTS, PART, STATE_KEY, STATE_WORDS, parts_of
+from reshard_mpi.mapping.tensor_kinds import COUNTS, MODULE_WORDS, OF_MODEL, PART, STATE_KEY, STATE_WORDS, parts_of
 
 _MAX_NAMED = 5
 
@@ -124,8 +124,28 @@ def owners(
     return {name: owner for name, owner in found if owner != name}
 
 
-def owners_in_part(shapes: Mapping[str, tuple[int, ...]], told: Mapping[str, str]) -> dict[str, str]:
-    """Return, by name, the parameters of state that has the end of a parameter's name behind a word for state.
+class OwnersInPart(NamedTuple):
+    """Parameters of state, by its name, which has the end of the parameter's name behind a word for state."""
+
+    owner_of: Mapping[str, str]
+    in_doubt: Mapping[str, str]  # of what may be a module with such a word for its name
+
+    def require_no_doubt(self, gone: Container[str], kept: Iterable[str]) -> None:
+        """Raise MapError if a tensor that is kept may be state of one that goes."""
+        for name in kept:
+            owner = self.in_doubt.get(name)
+            if owner in gone and name not in gone:
+                raise MapError(
+                    f"{owner} is left out, and its name does not tell whether {name} is state of it, or a parameter",
+                    expected="a model below a key such as model, and its state beside that",
+                    got=f"two tensors of one shape: {owner}, {name}",
+                    remedy=f"leave both out (--exclude '{name}', or drop in a map), or take what is to stay by its"
+                    " names alone (--include)",
+                )
+
+
+def owners_in_part(shapes: Mapping[str, tuple[int, ...]], told: Mapping[str, str]) -> OwnersInPart:
+    """Return the parameters of state that has the end of a parameter's name behind a word for state.
 
     The model may be below a key: `model.w` beside `optimizer.state.w.exp_avg`. Where several end so, none is told.
 
@@ -135,19 +155,41 @@ def owners_in_part(shapes: Mapping[str, tuple[int, ...]], told: Mapping[str, str
     """
     parameters = [name for name in shapes if not is_named_like_state(name)]
     ends = frozenset(end for name in parameters for end in ends_of(name) if not end.isdecimal())  # torch has numbers
-    end_of: dict[str, str] = {}
-    for name in shapes.keys() - parameters:
+    parted_of: dict[str, tuple[str, NameAffixes]] = {}
+    for name in shapes.keys() - {*parameters, *told.values()}:
         parted = parted_anywhere(name, ends)
         if parted is not None and not STATE_WORDS.isdisjoint(parts_of(parted[1].before)[-1:]):
-            end_of[name] = parted[0]
-    used = frozenset(end_of.values())
+            parted_of[name] = parted
+    used = frozenset(end for end, _ in parted_of.values())
     by_end: dict[str, list[str]] = {}
     for name in parameters:
         longest = next((end for end in ends_of(name) if end in used), "")
         by_end.setdefault(longest, []).append(name)
-    lone = ((name, by_end[end][0]) for name, end in end_of.items() if len(by_end.get(end, ())) == 1)
-    owner_of = {name: _told(name, told, shapes) or owner for name, owner in lone}
-    return {name: owner for name, owner in owner_of.items() if _has_shape_of(name, owner, shapes)}
+    below_keys = [name for name in parameters if "." in name]
+    owner_of: dict[str, str] = {}
+    in_doubt: dict[str, str] = {}
+    for name, (end, affixes) in parted_of.items():
+        owners_by_end, by_optimizer = by_end.get(end, ()), _told(name, told, shapes)
+        if len(owners_by_end) != 1 or not _has_shape_of(name, by_optimizer or owners_by_end[0], shapes):
+            continue
+        begin = owners_by_end[0].removesuffix(end)
+        if by_optimizer is not None or _is_beside_model(affixes, begin):
+            owner_of[name] = by_optimizer or owners_by_end[0]
+        elif all(other.startswith(begin) for other in below_keys):
+            in_doubt[name] = owners_by_end[0]
+    return OwnersInPart(owner_of, in_doubt)
+
+
+def _is_beside_model(state: NameAffixes, begin: str) -> bool:
+    """Tell whether names of state are an optimizer's, and no module's: `adam_m.w`, or `ema.w` beside `model.w`.
+
+    Args:
+        begin: what the parameter's name has before the part that both have.
+    """
+    words = STATE_WORDS.intersection((*parts_of(state.before), *parts_of(state.behind)))
+    first, _, keys = begin.removesuffix(".").partition(".")
+    is_beside = not state.before.startswith(f"{first}.") and (keys or first).rpartition(".")[2] in OF_MODEL
+    return is_beside or not words <= MODULE_WORDS
 
 
 def _told(name: str, told: Mapping[str, str], shapes: Container[str]) -> str | None:

@@ -15,7 +15,7 @@ from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.direction import MAX_NAMED, Direction, Inventory, TemplateShapes
 from reshard_mpi.mapping.equations import NamePattern
 from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training, named_tensors
-from reshard_mpi.mapping.optimizer_state import is_named_as_state, owned_by, owners, owners_in_part
+from reshard_mpi.mapping.optimizer_state import OwnersInPart, is_named_as_state, owned_by, owners, owners_in_part
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY
 from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, Pads
 from reshard_mpi.mapping.rules import TYPES, Drop, Fill, Rules, element_of
@@ -150,8 +150,9 @@ def states_left_out(
     if not excluded:
         return frozenset()
     others = [name for name in shapes if name not in excluded]
-    owner_of = owners_in_part(shapes, choice.owners)
-    owner_of |= owners(others, shapes, rules, direction, choice.owners, in_target=True)
+    in_part = owners_in_part(shapes, choice.owners)
+    in_part.require_no_doubt(excluded, (name for name in others if is_chosen(choice, name)))
+    owner_of = {**in_part.owner_of, **owners(others, shapes, rules, direction, choice.owners, in_target=True)}
     return frozenset(name for name in others if not excluded.isdisjoint(owned_by(name, owner_of)))
 
 
@@ -331,7 +332,8 @@ def dropped(
     _require_made_up_again(rules, direction)
     drops = [drop for drop in rules.drops if drop.side == direction.source_side]
     shapes = {name: kind.shape for name, kind in inventory.items()}
-    owner_of = owners_in_part(shapes, told) | owners(left, shapes, rules, direction, told) if drops else {}
+    in_part = owners_in_part(shapes, told) if drops else OwnersInPart({}, {})
+    owner_of = {**in_part.owner_of, **owners(left, shapes, rules, direction, told)} if drops else {}
     entries: dict[str, Drop] = {}
     for drop in drops:
         pattern = Pattern(drop.glob)
@@ -353,6 +355,7 @@ def dropped(
             if name in named or is_state:
                 earlier = entries.get(name)
                 entries[name] = drop if earlier is None or drop.are_zeros else earlier
+    in_part.require_no_doubt(entries, left)
     return entries
 
 
@@ -361,7 +364,7 @@ def states_among(
 ) -> Iterator[str]:
     """Yield the excluded tensors whose parameters are excluded as well."""
     shapes = {name: kind.shape for name, kind in inventory.items()}
-    owner_of = owners_in_part(shapes, told) | owners(names, shapes, rules, direction, told)
+    owner_of = {**owners_in_part(shapes, told).owner_of, **owners(names, shapes, rules, direction, told)}
     yield from (name for name in names if owner_of.get(name) in names)
 
 

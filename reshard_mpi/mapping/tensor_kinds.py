@@ -31,6 +31,8 @@ _COPIES = frozenset(("fp32_param", "main_param", "master", "master_param"))
 _COPY_BEHIND_STATE = "param"
 # Words for state that parts of models may have for names too: they count only at the beginning of a name.
 _WEAK = frozenset(("accum", "ax", "ema", "master", "prev", STATE_KEY, "stat", "step", "sum"))
+# These and others that a module is likely to have for its name.
+MODULE_WORDS = _WEAK | {"moment", "momentum", "velocity"}
 _NO_MOMENTS = frozenset(("accu_grads", "ema", "grad_sum", "param_groups"))
 # Words that frameworks have in the names of what optimizers and training keep of a parameter.
 STATE_WORDS = frozenset(
@@ -45,7 +47,8 @@ STATE_WORDS = frozenset(
     )
 )
 _SURE = STATE_WORDS - _WEAK
-_OF_MODEL = frozenset(("language_model", "model", "model_state_dict", "module", "network", "state_dict"))
+# Keys of models in trainings.
+OF_MODEL = frozenset(("language_model", "model", "model_state_dict", "module", "network", "state_dict"))
 # First words of what belongs neither to a model nor to a parameter, and the last one of what torch calls a module's
 # own state.
 _OF_RUN = frozenset(
@@ -101,7 +104,7 @@ def kind_of(name: str) -> TensorKind:
 def _is_state(parts: Sequence[str]) -> bool:
     if parts[0] in STATE_WORDS | COUNTS or parts[-1] in _SURE:
         return True
-    return next((word for word in parts if word in _OF_MODEL or word in _SURE), None) in _SURE
+    return next((word for word in parts if word in OF_MODEL or word in _SURE), None) in _SURE
 
 
 def layer_of(name: str) -> int | None:

@@ -139,6 +139,56 @@ def test_state_by_a_part_of_the_name_goes_with_what_is_left_out(
     assert_held(tmp_path / "dst", {new.get(name, name): tensors[name] for name in tensors if name not in gone})
 
 
+@pytest.mark.parametrize("word", few(2, ["state", "momentum", "ema", "velocity", "prev"]))
+@pytest.mark.parametrize("way", ["exclude", "drop"])
+@pytest.mark.parametrize("begin", few(2, ["", "model.", "module.model."]))
+def test_a_module_that_is_called_as_state_is_may_not_be_that_of_another(
+    tmp_path: Path, begin: str, way: str, word: str
+) -> None:
+    tensors: Tensors = {f"{begin}{module}.proj.weight": floats(3, 2) for module in ("action", word)}
+    tensors |= {f"{begin}fc.weight": floats(2), "noise": floats(4)}
+    out = f"{begin}action.proj.weight"
+    text = f"[[map]]\neq = 'noise <=> other'\n[[map]]\ndrop = '{out}'\n"
+    options: dict[str, Any] = {"exclude": out} if way == "exclude" else {"map": map_of(tmp_path, text), "forward": True}
+    reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", **options)
+    new = {} if way == "exclude" else {"noise": "other"}
+    assert_held(tmp_path / "dst", {new.get(name, name): tensors[name] for name in tensors if name != out})
+
+
+@pytest.mark.parametrize("way", ["exclude", "drop"])
+@pytest.mark.parametrize("begin", few(2, ["net.", "model.action.", "action.", "model."]))
+def test_what_may_be_a_module_or_state_of_another_is_refused_by_name(tmp_path: Path, begin: str, way: str) -> None:
+    """Two modules of one form, or a model below a key of any name beside the moments of its parameters."""
+    out, other = f"{begin}proj.weight", f"{'model.' * begin.startswith('model')}velocity.proj.weight"
+    tensors: Tensors = {out: floats(3, 2), other: floats(3, 2), "noise": floats(4)}
+    source = source_of(tmp_path, tensors)
+
+    def without(*names: str) -> None:
+        text = "".join(f"[[map]]\ndrop = '{name}'\n" for name in names)
+        how: dict[str, Any] = (
+            {"exclude": names} if way == "exclude" else {"map": map_of(tmp_path, text), "forward": True}
+        )
+        reshard_mpi.transform(source, tmp_path / "dst", **how)
+
+    with pytest.raises(MapError) as refused:
+        without(out)
+    assert out in str(refused.value) and f"--exclude '{other}'" in str(refused.value)
+    without(out, other)
+    reshard_mpi.transform(source, tmp_path / "kept", include=[other, "noise"])
+    assert held(tmp_path / "dst").keys() == {"noise"} and held(tmp_path / "kept").keys() == {other, "noise"}
+
+
+def test_state_by_one_word_is_that_of_a_model_below_a_key_for_models(tmp_path: Path) -> None:
+    tensors: Tensors = {
+        "model.a.w": floats(3, 2),
+        "velocity.a.w": floats(3, 2),
+        "model.b": floats(2),
+        "critic.x": floats(1),
+    }
+    reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", exclude="model.a.*")
+    assert held(tmp_path / "dst").keys() == {"model.b", "critic.x"}
+
+
 def test_what_is_made_up_can_be_excluded_or_taken_alone(tmp_path: Path) -> None:
     source, map_path = source_of(tmp_path, {"bn.mean": floats(3)}), map_of(tmp_path, ONES)
     reshard_mpi.transform(source, tmp_path / "dst", map=map_path, exclude="*.gamma")
