@@ -282,6 +282,7 @@ def is_copied(match: Match, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     wholes = [whole_pair(place, shapes[name]) for place, name in match.sources.items()]
     return all(
         [pair._replace(order=None) for pair in made.pairs] == wholes
+        and not made.zeros
         and all(pair.order in (None, tuple(range(len(made.shape)))) for pair in made.pairs)
         for made in match.geometry.targets.values()
     )

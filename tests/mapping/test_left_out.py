@@ -365,6 +365,21 @@ def test_state_of_another_shape_than_its_parameter_does_not_stay(tmp_path: Path,
     assert {"net.w", "other", state.format("other")} == held(tmp_path / "dst").keys()
 
 
+@pytest.mark.parametrize("is_padded", [True, False])
+def test_state_of_another_shape_does_not_stay_where_padding_changes_the_parameter(
+    tmp_path: Path, is_padded: bool
+) -> None:
+    """As Adafactor's, which has a number for each row."""
+    source = source_of(tmp_path, {"emb.w": floats(4, 3), "optim.state.emb.w.row_var": floats(4, 1)})
+    how: dict[str, Any] = {"map": f"emb.w [v h] <=> emb.w [(v | {8 if is_padded else 4}) h]", "forward": True}
+    if is_padded:
+        with pytest.raises(MapError, match=r"state of emb\.w would stay as it is"):
+            reshard_mpi.transform(source, tmp_path / "dst", **how)
+    else:
+        reshard_mpi.transform(source, tmp_path / "dst", **how)
+        assert len(held(tmp_path / "dst")) == 2
+
+
 def test_tensors_that_are_like_no_state_of_a_parameter_stay(tmp_path: Path) -> None:
     """For a lack of an optimizer's word, of the shape, or since an equation takes no such parameter."""
     tensors: Tensors = {"model.layers.0.w": floats(2, 3), "head.layers.0.w": floats(2, 3), "other.v": floats(4)}
