@@ -128,6 +128,28 @@ def notes_of_tensors(outcome: MapsOutcome, wanted: Sequence[DerivedTensor]) -> I
         yield f"{elements} elements of padding are dropped, whatever they hold: {names}"
 
 
+def ties_undone(tied: Mapping[str, str], made: Sequence[DerivedTensor]) -> Iterator[str]:
+    """Yield a warning of tensors that are one in the source, and are cut or turned in different ways by maps.
+
+    Args:
+        tied: tensors that are others once more, with the names of these.
+        made: what maps make of tensors of the source.
+    """
+    forms: dict[str, set[tuple[object, ...]]] = {}
+    for tensor in made if tied else ():
+        for pair in tensor.shape.pairs:
+            order = pair.order or tuple(range(len(pair.region.shape)))
+            form = (tensor.shape.shape, pair.region, pair.to.shape, order)
+            forms.setdefault(tensor.sources[pair.source], set()).add(form)
+    pairs = [(name, other) for name, other in tied.items() if name in forms and other in forms]
+    undone = [f"{name} and {other}" for name, other in pairs if forms[name] != forms[other]]
+    if undone:
+        yield (
+            "tensors that are one in the source, as tied weights are, become different ones:"
+            f" {shortened(undone)}; write the same equation for both, or one of both with copy = true"
+        )
+
+
 def notes_of_nest(outcome: MapsOutcome, like: TargetTemplate | None) -> Iterator[str]:
     """Yield notes on values that are neither tensor nor text.
 

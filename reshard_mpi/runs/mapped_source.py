@@ -43,7 +43,7 @@ from reshard_mpi.runs.check_maps import (
     tensor_at,
     tied_tensors,
 )
-from reshard_mpi.runs.map_notes import MapsOutcome, MapStep, notes_of_nest, notes_of_tensors, origins
+from reshard_mpi.runs.map_notes import MapsOutcome, MapStep, notes_of_nest, notes_of_tensors, origins, ties_undone
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.sharding.strategy import Strategy, unsharded
 
@@ -328,7 +328,7 @@ class MappedCheckpoint(SourceCheckpoint):
             manifest=Manifest(self.files.path, self.files.format, steps[-1].tensors, strings),
             notes=made_file.notes,
             needed=self._needed(steps, dequantizing),
-            warnings=made_file.warnings,
+            warnings=(*made_file.warnings, *ties_undone(tied, made_file.made)),
             packed=None,
             kinds=kinds,
             whole=plan,

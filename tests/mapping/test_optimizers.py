@@ -237,6 +237,34 @@ def test_a_tied_weight_is_one_parameter(tmp_path: Path) -> None:
     assert [*made["optimizer"]["state"]] == ["embed", "qk", "bias", "out.kernel"]
 
 
+UNTIED = {
+    "alone": "model.embed [v h] <=> model.wte [h v]",
+    "both": "model.embed [v h] <=> model.wte [h v]\nmodel.head [v h] <=> model.wout [h v]",
+    "renamed": "model.embed [v h] <=> model.wte [v h]",
+    "stacked": "model.embed [v h], model.head [w h] <=> model.both [(v + w) h]",
+    "padded": "model.head [v h] <=> model.wout [(v | 9) h]",
+    "one joined": "model.embed [v h], model.q [w h] <=> model.all [(v + w) h]",
+}
+
+
+@pytest.mark.parametrize("way", [*UNTIED, "copied", "excluded", "not tied"])
+def test_a_tied_weight_that_an_equation_turns_alone_is_told(tmp_path: Path, way: str) -> None:
+    """The target has two that are no longer alike, and one state."""
+    embed = Q.reshape(8, 3)
+    model = {"embed": embed, **MODEL, "head": embed.copy() if way == "not tied" else embed}
+    torch_peer.save(tmp_path / "x.pt", {"model": {name: tensor(array) for name, array in model.items()}})
+    equations = UNTIED.get(way, UNTIED["alone"]).split("\n")
+    if way == "copied":
+        equations = ["model.embed [v h], model.head [v h] <=> model.wte [h v]"]
+    text = "".join(f"[[map]]\ncopy = {'true' if way == 'copied' else 'false'}\neq = '{eq}'\n" for eq in equations)
+    (tmp_path / "map.toml").write_text(text)
+    options: dict[str, Any] = {"exclude": ["model.head"]} if way == "excluded" else {}
+    how = {"map": tmp_path / "map.toml", "forward": True, **options}
+    warned = " ".join(reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", **how).warnings)
+    is_told = way in ("alone", "padded", "one joined")
+    assert ("model.head" in warned) == ("model.embed" in warned) == ("copy = true" in warned) == is_told
+
+
 @pytest.mark.parametrize("where", ["before", "behind"])
 def test_a_weight_in_the_memory_of_another_may_have_a_number_of_its_own(tmp_path: Path, where: str) -> None:
     """`c.weight` is made of `a.weight.data`, and a buffer has the shape of both: it would get the state of `c`."""
