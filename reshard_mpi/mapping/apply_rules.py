@@ -13,14 +13,7 @@ from reshard_mpi.mapping.box_pairs import TargetShape, TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory, shown, told_direction
 from reshard_mpi.mapping.matching import Match, matches, usual_notes, whole_pair
 from reshard_mpi.mapping.numbered_state import STATE
-from reshard_mpi.mapping.optimizer_state import (
-    followed,
-    is_named_as_state,
-    is_named_like_state,
-    is_state,
-    owners,
-    parted_anywhere,
-)
+from reshard_mpi.mapping.optimizer_state import followed
 from reshard_mpi.mapping.optimizers import GROUPS
 from reshard_mpi.mapping.result import (
     Computed,
@@ -50,6 +43,7 @@ from reshard_mpi.mapping.selection import (
     type_of,
     zeros,
 )
+from reshard_mpi.mapping.state_owners import is_named_as_state, is_named_like_state, is_state, owners, parted_anywhere
 from reshard_mpi.mapping.stranded_state import copies_that_stay, require_none_as_parameter, require_none_stranded
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import named_after

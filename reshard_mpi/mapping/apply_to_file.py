@@ -19,7 +19,6 @@ from reshard_mpi.mapping.chain import chained, composed
 from reshard_mpi.mapping.check_optimizers import MadeTensors, owners_by_names, require_own_state
 from reshard_mpi.mapping.direction import Inventory, UnfitMapError
 from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training, begins_of, in_order, named_tensors, training_in
-from reshard_mpi.mapping.optimizer_state import parted_anywhere
 from reshard_mpi.mapping.optimizers import (
     STATE_KEY,
     Form,
@@ -34,6 +33,7 @@ from reshard_mpi.mapping.rename_values import NewNest, renamed, without_emptied
 from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
 from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.mapping.selection import Selection, TargetTemplate, is_chosen
+from reshard_mpi.mapping.state_owners import parted_anywhere
 from reshard_mpi.mapping.stranded_state import require_none_by_order
 from reshard_mpi.text import shortened
 

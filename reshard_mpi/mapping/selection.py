@@ -15,10 +15,10 @@ from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.direction import MAX_NAMED, Direction, Inventory, TemplateShapes
 from reshard_mpi.mapping.equations import NamePattern
 from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training, named_tensors
-from reshard_mpi.mapping.optimizer_state import OwnersInPart, is_named_as_state, owned_by, owners, owners_in_part
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY
 from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, Pads
 from reshard_mpi.mapping.rules import TYPES, Drop, Fill, Rules, element_of
+from reshard_mpi.mapping.state_owners import OwnersInPart, is_named_as_state, owned_by, owners, owners_in_part
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.strategy import named_after

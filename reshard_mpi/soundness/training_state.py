@@ -21,7 +21,7 @@ from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest.nodes import NestError
 from reshard_mpi.formats.nest.plain_values import leaves, values_beside
 from reshard_mpi.mapping.numbered_state import Training, state_of, training_in
-from reshard_mpi.mapping.optimizer_state import ends_of, parted_anywhere
+from reshard_mpi.mapping.state_owners import ends_of, parted_anywhere
 from reshard_mpi.mapping.tensor_kinds import STATE_KEY, TensorKind, kin_of, kind_of, parts_of
 from reshard_mpi.planning.rank_plan import Limits, TensorPlan, meeting
 from reshard_mpi.runs.check_maps import tied_tensors

@@ -1,0 +1,250 @@
+"""Tell which parameter state belongs to, by names (`owners`).
+
+`moments.w`, `adam_m.w`, `optimizer.state.w.exp_avg` and `optimizer.state.w.step` belong to `w`: one of the words around
+the name is one that optimizers use. `encoder.w` is another parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+from reshard_mpi.errors import MapError
+from reshard_mpi.mapping.direction import Direction, Inventory
+from reshard_mpi.mapping.equations import NamePattern
+from reshard_mpi.mapping.rules import EquationRule, Rules
+from reshard_mpi.mapping.tensor_kinds import COUNTS, MODULE_WORDS, OF_MODEL, PART, STATE_KEY, STATE_WORDS, parts_of
+
+
+class NameAffixes(NamedTuple):
+    """The text before and behind a parameter's name in its state's name."""
+
+    before: str
+    behind: str
+
+    @property
+    def is_count(self) -> bool:
+        """Whether the affixes belong to a count of steps."""
+        return not COUNTS.isdisjoint((*parts_of(self.before), *parts_of(self.behind)))
+
+    @classmethod
+    def of(cls, pattern: NamePattern) -> NameAffixes:
+        """Return the affixes of the only capture in a name."""
+        return cls(*pattern.literals)
+
+    def around(self, name: str) -> str:
+        return f"{self.before}{name}{self.behind}"
+
+    def within(self, name: str) -> str | None:
+        """Return the text between the affixes in a name; None if the name does not have them."""
+        if not (name.startswith(self.before) and name.endswith(self.behind)):
+            return None
+        return name[len(self.before) : len(name) - len(self.behind)] or None
+
+
+def is_state(name: str, rules: Rules, inventory: Inventory, direction: Direction) -> bool:
+    """Tell whether a tensor is state that `rules.states` speak of; equations of parameters do not take it."""
+    return parted_by(name, (source_affixes(rule, direction) for rule in rules.states), inventory) is not None
+
+
+def owners(
+    names: Iterable[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    rules: Rules | None,
+    direction: Direction | None,
+    told: Mapping[str, str],
+    *,
+    in_target: bool = False,
+) -> dict[str, str]:
+    """Return, by name, the parameters that tensors are state of; other tensors are left out.
+
+    Args:
+        names: of some of the tensors of the source, or of the target.
+        shapes: of all of them.
+        told: parameters that optimizers tell, in place of those that names tell.
+    """
+    side = target_affixes if in_target else source_affixes
+    state_rules = [] if rules is None or direction is None else [side(rule, direction) for rule in rules.states]
+    parameters = with_state(shapes)
+    parted = ((name, _parameter_of(name, state_rules, shapes)) for name in names if name not in parameters)
+    found = ((name, _told(name, told, shapes) or owner[0]) for name, owner in parted if owner is not None)
+    return {name: owner for name, owner in found if owner != name}
+
+
+class OwnersInPart(NamedTuple):
+    """Parameters of state, by its name, which has the end of the parameter's name behind a word for state."""
+
+    owner_of: Mapping[str, str]
+    in_doubt: Mapping[str, str]  # of what may be a module with such a word for its name
+
+    def require_no_doubt(self, gone: Container[str], kept: Iterable[str]) -> None:
+        """Raise MapError if a tensor that is kept may be state of one that goes."""
+        for name in kept:
+            owner = self.in_doubt.get(name)
+            if owner in gone and name not in gone:
+                raise MapError(
+                    f"{owner} is left out, and its name does not tell whether {name} is state of it, or a parameter",
+                    expected="a model below a key such as model, and its state beside that",
+                    got=f"two tensors of one shape: {owner}, {name}",
+                    remedy=f"leave both out (--exclude '{name}', or drop in a map), or take what is to stay by its"
+                    " names alone (--include)",
+                )
+
+
+def owners_in_part(shapes: Mapping[str, tuple[int, ...]], told: Mapping[str, str]) -> OwnersInPart:
+    """Return the parameters of state that has the end of a parameter's name behind a word for state.
+
+    The model may be below a key: `model.w` beside `optimizer.state.w.exp_avg`. Where several end so, none is told.
+
+    Args:
+        shapes: of all tensors.
+        told: parameters that optimizers tell.
+    """
+    parameters = [name for name in shapes if not is_named_like_state(name)]
+    ends = frozenset(end for name in parameters for end in ends_of(name) if not end.isdecimal())  # torch has numbers
+    parted_of: dict[str, tuple[str, NameAffixes]] = {}
+    for name in shapes.keys() - {*parameters, *told.values()}:
+        parted = parted_anywhere(name, ends)
+        if parted is not None and not STATE_WORDS.isdisjoint(parts_of(parted[1].before)[-1:]):
+            parted_of[name] = parted
+    used = frozenset(end for end, _ in parted_of.values())
+    by_end: dict[str, list[str]] = {}
+    for name in parameters:
+        longest = next((end for end in ends_of(name) if end in used), "")
+        by_end.setdefault(longest, []).append(name)
+    below_keys = [name for name in parameters if "." in name]
+    owner_of: dict[str, str] = {}
+    in_doubt: dict[str, str] = {}
+    for name, (end, affixes) in parted_of.items():
+        owners_by_end, by_optimizer = by_end.get(end, ()), _told(name, told, shapes)
+        if len(owners_by_end) != 1 or not has_shape_of(name, by_optimizer or owners_by_end[0], shapes):
+            continue
+        begin = owners_by_end[0].removesuffix(end)
+        if by_optimizer is not None or _is_beside_model(affixes, begin):
+            owner_of[name] = by_optimizer or owners_by_end[0]
+        elif all(other.startswith(begin) for other in below_keys):
+            in_doubt[name] = owners_by_end[0]
+    return OwnersInPart(owner_of, in_doubt)
+
+
+def _is_beside_model(state: NameAffixes, begin: str) -> bool:
+    """Tell whether names of state are an optimizer's, and no module's: `adam_m.w`, or `ema.w` beside `model.w`.
+
+    Args:
+        begin: what the parameter's name has before the part that both have.
+    """
+    words = STATE_WORDS.intersection((*parts_of(state.before), *parts_of(state.behind)))
+    first, _, keys = begin.removesuffix(".").partition(".")
+    is_beside = not state.before.startswith(f"{first}.") and (keys or first).rpartition(".")[2] in OF_MODEL
+    return is_beside or not words <= MODULE_WORDS
+
+
+def _told(name: str, told: Mapping[str, str], shapes: Container[str]) -> str | None:
+    """Return the parameter that an optimizer tells for its state; None if it tells none, or one that is not there."""
+    owner = told.get(name)
+    return owner if owner in shapes else None
+
+
+def ends_of(name: str) -> Iterator[str]:
+    """Yield the text behind each dot of a name."""
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name
+
+
+def with_state(names: Collection[str]) -> frozenset[str]:
+    """Return the tensors that have state of their own (`optimizer.state.ema.w.exp_avg`), so they are none of others."""
+    parameters = set()
+    for name in names:
+        _, found, rest = f".{name}".partition(f".{STATE_KEY}.")
+        while found and rest:
+            rest = rest.rpartition(".")[0]
+            if rest in names:
+                parameters.add(rest)
+                break
+    return frozenset(parameters)
+
+
+def owned_by(name: str, owner_of: Mapping[str, str]) -> Iterator[str]:
+    """Yield the parameter that a tensor is state of, and so on where that is state itself."""
+    while name in owner_of:
+        name = owner_of[name]
+        yield name
+
+
+def _parameter_of(
+    name: str, all_affixes: Iterable[NameAffixes], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[str, NameAffixes] | None:
+    """Return the parameter that owns a state tensor, and the affixes of the name; None if it is no state.
+
+    Args:
+        all_affixes: what maps have around names of parameters in those of their state.
+    """
+    parted = parted_by(name, all_affixes, shapes) or parted_anywhere(name, shapes)
+    return parted if parted is not None and has_shape_of(name, parted[0], shapes) else None
+
+
+def has_shape_of(name: str, parameter: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Tell whether a tensor has a shape that state of a parameter has: the parameter's, or one element."""
+    return shapes[name] == shapes[parameter] or prod(shapes[name]) == 1
+
+
+def parted_by(
+    name: str, all_affixes: Iterable[NameAffixes], inventory: Container[str]
+) -> tuple[str, NameAffixes] | None:
+    """Return the parameter that owns a state tensor and the affixes of the name, if that is known."""
+    for affixes in all_affixes:
+        base = affixes.within(name)
+        if base is not None and base in inventory:
+            return base, affixes
+    return None
+
+
+def parted_anywhere(name: str, inventory: Container[str]) -> tuple[str, NameAffixes] | None:
+    """Find the longest name among `inventory` inside a state tensor's name: `optim.exp_avg.fc.w` gives (`fc.w`, its
+    affixes).
+
+    Names behind `state.` come first: `optim.state.w.exp_avg` is of `w`, even if there is a parameter `state.w`.
+    """
+    spans = [part.span() for part in PART.finditer(name)]
+    parts = parts_of(name)
+    found: tuple[str, NameAffixes] | None = None
+    for length in range(len(parts) - 1, 0, -1):
+        for start in range(len(parts) - length + 1 - is_behind_parameter(parts, length)):
+            first, last = spans[start][0], spans[start + length - 1][1]
+            if name[first:last] in inventory and not STATE_WORDS.isdisjoint((*parts[:start], *parts[start + length :])):
+                parted = name[first:last], NameAffixes(name[:first], name[last:])
+                if start > 0 and parts[start - 1] == STATE_KEY:
+                    return parted
+                found = found or parted
+    return found
+
+
+def is_behind_parameter(parts: Sequence[str], length: int) -> bool:
+    """Tell whether `length` parts at the end of a name are a key of state behind its parameter: `state.w.step`.
+
+    A parameter may be called `step` as well.
+    """
+    return length == 1 and parts[-1] in STATE_WORDS and STATE_KEY in parts[:-2]
+
+
+def is_named_as_state(name: str, base: str) -> bool:
+    """Tell whether a name is a parameter's name behind words that include an optimizer's."""
+    before = name.removesuffix(f".{base}")
+    return before != name and not STATE_WORDS.isdisjoint(parts_of(before))
+
+
+def source_affixes(rule: EquationRule, direction: Direction) -> NameAffixes:
+    (source,), _ = direction.sides(rule)
+    return NameAffixes.of(source.name)
+
+
+def target_affixes(rule: EquationRule, direction: Direction) -> NameAffixes:
+    _, (target,) = direction.sides(rule)
+    return NameAffixes.of(target.name)
+
+
+def is_named_like_state(name: str) -> bool:
+    """Tell whether a part of a tensor's name is a word that optimizers use for their state."""
+    return not STATE_WORDS.isdisjoint(parts_of(name))
