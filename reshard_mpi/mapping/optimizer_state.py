@@ -55,6 +55,9 @@ def followed(
     states = {name: owner for name, owner in parted.items() if owner is not None and name not in parameters}
     # Of a square parameter [8, 8], Shampoo's matrices have its shape by chance; of the others they have not.
     by_chance = {affixes for name, (base, affixes) in states.items() if not has_shape_of(name, base, shapes)}
+    # Of a column [4, 1], Adafactor's sums over columns have its shape by chance: beside sums over rows, [1, 1].
+    with_sums = {base for name, (base, _) in states.items() if _is_sum(shapes[name], shapes[base])}
+    by_chance |= {affixes for base, affixes in states.values() if base in with_sums and not affixes.has_word_beside}
     for name, (base, affixes) in states.items():
         if not has_shape_of(name, base, shapes):
             continue
@@ -106,6 +109,12 @@ def _having_state(match: Match, bases: Collection[str], affixes: NameAffixes) ->
         targets=targets,
         geometry=match.geometry._replace(targets={place: match.geometry.targets[place] for place in targets}),
     )
+
+
+def _is_sum(shape: tuple[int, ...], of_parameter: tuple[int, ...]) -> bool:
+    """Tell whether state has the shape of sums over some axes of its parameter, which has two axes or more."""
+    is_alike = len(shape) == len(of_parameter) > 1 and all(size in (1, own) for size, own in zip(shape, of_parameter))
+    return is_alike and shape != of_parameter
 
 
 def is_copied(match: Match, shapes: Mapping[str, tuple[int, ...]]) -> bool:

@@ -28,6 +28,12 @@ class NameAffixes(NamedTuple):
         """Whether the affixes belong to a count of steps."""
         return not COUNTS.isdisjoint((*parts_of(self.before), *parts_of(self.behind)))
 
+    @property
+    def has_word_beside(self) -> bool:
+        """Whether the part right before or behind is an optimizer's word, but for torch's key of all state."""
+        beside = {*parts_of(self.before)[-1:], *parts_of(self.behind)} - {STATE_KEY}
+        return not beside.isdisjoint(STATE_WORDS | COUNTS)
+
     @classmethod
     def of(cls, pattern: NamePattern) -> NameAffixes:
         """Return the affixes of the only capture in a name."""

@@ -380,6 +380,30 @@ def test_state_of_another_shape_does_not_stay_where_padding_changes_the_paramete
         assert len(held(tmp_path / "dst")) == 2
 
 
+@pytest.mark.parametrize("shape", [(3, 1), (1, 3), (2, 3, 1)])
+@pytest.mark.parametrize("eq", ["w [{}] <=> w [{}]", "x.w [{}] <=> w [{}]"])
+def test_sums_over_rows_that_have_the_shape_of_a_parameter_by_chance_do_not_follow_it(
+    tmp_path: Path, eq: str, shape: tuple[int, ...]
+) -> None:
+    """Adafactor has sums over rows and over columns: of a column they are like it, and a single element."""
+    name = eq.partition(" ")[0]
+    sums = {"row_var": floats(*shape[:-1], 1), "col_var": floats(*shape[:-2], 1, shape[-1]), "exp_avg": floats(*shape)}
+    states: Tensors = {f"optim.state.{name}.{key}": array for key, array in (sums | {"step": floats(1)}).items()}
+    source = source_of(tmp_path, {name: floats(*shape)} | states)
+    axes = "abc"[: len(shape)]
+    how: dict[str, Any] = {"map": eq.format(" ".join(axes), " ".join(axes[::-1])), "forward": True}
+    with pytest.raises(MapError, match=r"(row|col)_var"):
+        reshard_mpi.transform(source, tmp_path / "dst", **how)
+    for key in ("row_var", "col_var"):
+        with pytest.raises(MapError, match=r"(row|col)_var"):
+            reshard_mpi.transform(source, tmp_path / "dst", **how, exclude=f"*.{key}")
+    reshard_mpi.transform(source, tmp_path / "dst", **how, exclude="*_var")
+    assert held(tmp_path / "dst")["optim.state.w.exp_avg"].shape == shape[::-1]
+    if len(shape) == 2:
+        reshard_mpi.transform(source, tmp_path / "renamed", map=f"{name} <=> v", forward=True)
+        assert {f"optim.state.v.{key}" for key in (*sums, "step")} < held(tmp_path / "renamed").keys()
+
+
 def test_tensors_that_are_like_no_state_of_a_parameter_stay(tmp_path: Path) -> None:
     """For a lack of an optimizer's word, of the shape, or since an equation takes no such parameter."""
     tensors: Tensors = {"model.layers.0.w": floats(2, 3), "head.layers.0.w": floats(2, 3), "other.v": floats(4)}
