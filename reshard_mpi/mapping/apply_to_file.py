@@ -29,7 +29,7 @@ from reshard_mpi.mapping.optimizers import (
     settings_of_all,
     unread_in,
 )
-from reshard_mpi.mapping.rename_values import NewNest, renamed, without_emptied
+from reshard_mpi.mapping.rename_values import NewNest, renamed, without_emptied, without_left_out
 from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
 from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.mapping.selection import Selection, TargetTemplate, is_chosen
@@ -87,6 +87,7 @@ def applied_to_file(
         nest = source.nest
         if nest is not None and choice.exclude:
             nest = without_emptied(nest, training, inventory, sources_of)
+            nest = without_left_out(nest, training, inventory, sources_of, source.path)
         return MappedFile((mapped,), mapped.made, nest)
     if source.nest is not None:
         inventory = {name: inventory[name] for name in in_order(source.nest, inventory, source.path)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
@@ -234,6 +235,27 @@ def _move_values(root: Any, values: Iterable[tuple[str, Any, list[Any]]], new_na
         while path and path not in nodes:
             path = path[: path.rfind(".", 0, -1) + 1]
         nodes.get(path, node)["dict"].append([new_name_of[name].removeprefix(path), entry[1]])
+
+
+def without_left_out(nest: str, training: Training, tensors: Collection[str], left: Collection[str], where: str) -> str:
+    """Return a nest whose optimizers by names have no parameters that are left out.
+
+    By numbers they have: what these stand for depends on how many there are.
+
+    Args:
+        tensors: the names of the tensors that it was made for; left: of those that are left.
+    """
+    root, order = parsed(nest)
+    made, is_changed = [MadeParameter(name, frozenset((name,))) for name in left], False
+    for node, optimizer in optimizers_of(root, training):
+        if optimizer.form in (Form.NAMES, Form.FLAT):
+            path, names = optimizer.path, optimizer.parameters
+            with suppress(MapError):  # nothing tells which model it belongs to
+                own, gone = made_in(path, path, names, tensors, made, where)
+                if not gone.isdisjoint(names):
+                    put(node, _renamed(optimizer, own, gone, where))
+                    is_changed = True
+    return written(root, None if order is None else decoded(order)) if is_changed else nest
 
 
 def without_emptied(nest: str, training: Training, tensors: Iterable[str], left: Iterable[str]) -> str:

@@ -160,7 +160,7 @@ def test_a_model_without_an_optimizer_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("excluded", ["optimizer.state.a.weight.exp_avg", "*.step", "model.b.weight"])
+@pytest.mark.parametrize("excluded", ["optimizer.state.a.weight.exp_avg", "*.step", "optimizer.state.b.weight.*"])
 def test_a_training_that_lacks_something_is_refused(tmp_path: Path, excluded: str) -> None:
     asked: dict[str, Any] = {"to": "deepspeed", "dp": 2, "zero_stage": 2}
     if excluded == "*.step":  # of no parameter: it is the optimizer's then, and goes with it
@@ -169,6 +169,17 @@ def test_a_training_that_lacks_something_is_refused(tmp_path: Path, excluded: st
     with pytest.raises(reshard_mpi.ReshardError):
         reshard_mpi.transform(source_of(tmp_path), tmp_path / "out", exclude=[excluded], **asked)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_parameter_that_is_left_out_is_in_no_group(tmp_path: Path) -> None:
+    """What is left is a whole training of a model without it."""
+    left = {name for name in in_torch(tmp_path)["model"] if name != "b.weight"}
+    asked: dict[str, Any] = {"to": "deepspeed", "dp": 2, "zero_stage": 2, "exclude": ["model.b.weight"]}
+    reshard_mpi.transform(tmp_path / "save", tmp_path / "out", **asked)
+    reshard_mpi.transform(tmp_path / "out", tmp_path / "back", to="torch")
+    made = deepspeed_peer.load(tmp_path / "back/rank_0/checkpoint_0.pt")
+    grouped = [name for group in made["optimizer"]["param_groups"] for name in group["params"]]
+    assert {*made["model"]} == left and {*grouped} == {*made["optimizer"]["state"]} <= left
 
 
 @pytest.mark.parametrize("dtype", ["fp64", "optimizer.*=bf16", "model.a.*=fp16"])

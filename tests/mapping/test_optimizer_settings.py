@@ -454,6 +454,25 @@ def test_a_parameter_that_is_left_out_is_in_no_group(tmp_path: Path, form: str, 
         assert [group["params"] for group in optimizer["param_groups"]] == [["new.w"], []]
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("excluded", "left"), [("model.b.w", ["a.w"]), ("optim.state.b.w.*", ["a.w", "b.w"])])
+def test_without_a_map_a_parameter_that_is_left_out_is_in_no_group_by_names(
+    tmp_path: Path, form: str, excluded: str, left: list[str]
+) -> None:
+    """A number says nothing without those before it, so it stays."""
+    of_form(tmp_path / "x.pt", ("a.w", "b.w"), "optim", form, own=True)
+    globs = [*(["model.b.w"] if left == ["a.w"] else []), "optim.state.1.*"] if form == "numbers" else [excluded]
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", exclude=globs)
+    before = torch_peer.load(tmp_path / "x.pt")["optim"]
+    optimizer = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optim"]
+    if form == "flat":
+        assert [name for name in ("a.w", "b.w") if f"param_groups.{name}.lr" in optimizer] == left
+    elif form == "names":
+        assert [name for group in optimizer["param_groups"] for name in group["params"]] == left
+    else:
+        assert optimizer["param_groups"] == before["param_groups"]
+
+
 @pytest.mark.parametrize("form", ["numbers", "names"])
 def test_a_copy_of_parameters_that_are_treated_differently_is_refused(tmp_path: Path, form: str) -> None:
     for rates, at in (((0.1, 0.2), 0), ((0.1, 0.1), 1)):
