@@ -1,0 +1,269 @@
+"""Quantized weights keep their scales: each rank's file stands alone, and all of them are the whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import safetensors_peer
+from support.examples import many
+from support.quantized import (
+    BFLOAT16,
+    E4M3,
+    SCALE_TYPES,
+    Array,
+    Sample,
+    awq,
+    fp8,
+    gpt_oss,
+    gptq,
+    int8,
+    mxfp4,
+    nvfp4,
+    packed,
+)
+
+import reshard_mpi
+from reshard_mpi.errors import LayoutError
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
+
+Configuration = dict[str, Any]
+
+
+class Case(NamedTuple):
+    """A quantized weight, what its configuration says, and where it may be cut.
+
+    axes: for each dimension of the stored tensor that may be cut, the dimension of the logical weight, and how many
+    elements of the stored tensor a cut must be a multiple of.
+    """
+
+    sample: Sample
+    configuration: Configuration
+    axes: Mapping[int, tuple[int, int]]
+
+    @property
+    def stored(self) -> str:
+        return next(iter(self.sample.tensors))
+
+    def renamed(self, names: Mapping[str, str]) -> Case:
+        tensors = {names.get(name, name): array for name, array in self.sample.tensors.items()}
+        return self._replace(sample=self.sample._replace(tensors=tensors))
+
+
+def compressed(layout: str, **weights: Any) -> Configuration:
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"symmetric": True, **weights}}}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": groups}
+
+
+SEEDS = st.integers(0, 1 << 32).map(np.random.default_rng)
+TYPES, FLAGS, COUNTS = st.sampled_from(SCALE_TYPES), st.booleans(), st.integers(1, 6)
+
+
+@st.composite
+def in_blocks(draw: st.DrawFn) -> Case:
+    block = draw(st.sampled_from([(4, 8), (3, 5), (8, 4)]))
+    shape = draw(COUNTS) * block[0] - draw(st.integers(0, 2)), draw(COUNTS) * block[1] - draw(st.integers(0, 2))
+    case = Case(
+        fp8(draw(SEEDS), shape, block, np.dtype(np.float32)),
+        {"quant_method": "fp8", "weight_block_size": list(block)},
+        {0: (0, block[0]), 1: (1, block[1])},
+    )
+    return case.renamed({"w.weight_scale": "w.weight_scale_inv"})
+
+
+@st.composite
+def with_a_scale_a_row(draw: st.DrawFn) -> Case:
+    shape, dtype = (draw(COUNTS) * 2, draw(COUNTS) * 2), draw(TYPES)
+    if draw(FLAGS):
+        sample, kind = fp8(draw(SEEDS), shape, (1, 0), dtype), "float"
+    else:
+        sample, kind = int8(draw(SEEDS), shape, (1, 0), dtype, draw(FLAGS)), "int"
+    settings = {"num_bits": 8, "type": kind, "strategy": "channel", "symmetric": sample.weight.scheme.symmetric}
+    return Case(sample, compressed(f"{kind}-quantized", **settings), {0: (0, 1), 1: (1, 1)})
+
+
+@st.composite
+def with_one_scale(draw: st.DrawFn) -> Case:
+    sample = fp8(draw(SEEDS), (draw(COUNTS) * 2, draw(COUNTS) * 2), (0, 0), draw(TYPES))
+    configuration = compressed("float-quantized", num_bits=8, type="float", strategy="tensor")
+    return Case(sample, configuration, {0: (0, 1), 1: (1, 1)})
+
+
+@st.composite
+def in_packed_groups(draw: st.DrawFn) -> Case:
+    bits, group, zero, act_order = draw(st.sampled_from([2, 4, 8])), 16, draw(FLAGS), draw(FLAGS)
+    per_word = 32 // bits
+    shape = draw(COUNTS) * per_word, draw(COUNTS) * group
+    sample = packed(draw(SEEDS), shape, bits, group, BFLOAT16, zero, act_order)
+    settings = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": group, "symmetric": not zero}
+    settings["actorder"] = "group" if act_order else None
+    rows, columns = per_word if zero else 1, 1 if act_order else max(1, group // per_word)
+    return Case(sample, compressed("pack-quantized", **settings), {0: (0, rows), 1: (1, columns)})
+
+
+@st.composite
+def in_gptq(draw: st.DrawFn) -> Case:
+    bits, group, act_order = draw(st.sampled_from([2, 4, 8])), draw(st.sampled_from([16, -1])), draw(FLAGS)
+    per_word = 32 // bits
+    shape = draw(COUNTS) * per_word, draw(COUNTS) * 16
+    act_order = act_order and group > 0
+    sample = gptq(draw(SEEDS), shape, bits, max(group, 0), draw(TYPES), True, act_order)
+    configuration = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": act_order, "sym": True}
+    columns = 1 if act_order or group < 0 else max(1, group // per_word)
+    return Case(sample, configuration, {0: (1, columns), 1: (0, per_word)})
+
+
+@st.composite
+def in_awq(draw: st.DrawFn) -> Case:
+    sample = awq(draw(SEEDS), (8 * draw(COUNTS), 16 * draw(COUNTS)), 16, draw(TYPES))
+    configuration = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
+    return Case(sample, configuration, {0: (1, 16), 1: (0, 1)})
+
+
+@st.composite
+def in_gpt_oss(draw: st.DrawFn) -> Case:
+    sample = gpt_oss(draw(SEEDS), (draw(COUNTS), 32 * draw(COUNTS), draw(COUNTS)))
+    case = Case(sample, {"quant_method": "mxfp4"}, {0: (0, 1), 1: (2, 1), 2: (1, 1)})
+    return case.renamed({"w_blocks": "mlp.experts.w_blocks", "w_scales": "mlp.experts.w_scales"})
+
+
+@st.composite
+def in_four_bit_floats(draw: st.DrawFn) -> Case:
+    if draw(FLAGS):
+        sample = mxfp4(draw(SEEDS), (draw(COUNTS), 32 * draw(COUNTS)))
+        return Case(sample, compressed("mxfp4-pack-quantized", num_bits=4, type="float"), {0: (0, 1), 1: (1, 16)})
+    sample = nvfp4(draw(SEEDS), (draw(COUNTS), 16 * draw(COUNTS)), True)
+    return Case(sample, compressed("nvfp4-pack-quantized", num_bits=4, type="float"), {0: (0, 1), 1: (1, 8)})
+
+
+CASES = [
+    in_blocks,
+    with_a_scale_a_row,
+    with_one_scale,
+    in_packed_groups,
+    in_gptq,
+    in_awq,
+    in_gpt_oss,
+    in_four_bit_floats,
+]
+KINDS = ("ckpt", "safetensors", "hdf5")
+
+
+def write(folder: Path, tensors: Mapping[str, Array], configuration: Configuration | None) -> Path:
+    """Write a checkpoint of one safetensors file, with the configuration of its model beside it."""
+    folder.mkdir(parents=True)
+    samples = [
+        SampleTensor(name, BY_NAME[array.dtype.name], array.shape, np.ascontiguousarray(array).tobytes())
+        for name, array in tensors.items()
+    ]
+    safetensors_peer.write(folder / "model.safetensors", ShardContents.of(samples))
+    if configuration is not None:
+        text = json.dumps({"model_type": "toy", "quantization_config": configuration})
+        (folder / "config.json").write_text(text)
+    return folder
+
+
+def spec(path: Path, name: str, dim: int, lengths: list[int]) -> Path:
+    """Write a strategy that cuts one tensor into slices of these lengths, and nothing else."""
+    sizes = f"sizes = {{ {dim} = {lengths} }}\n" if len(set(lengths)) > 1 else ""
+    text = f'mesh = {{ tp = {len(lengths)} }}\n[[parameter]]\nmatch = "{name}"\nsplit = {{ {dim} = ["tp"] }}\n{sizes}'
+    path.write_text(f'{text}[[parameter]]\nmatch = "*"\n')
+    return path
+
+
+def file_of(rank: Path) -> Path:
+    """Return the only file of a rank."""
+    (path,) = (path for path in rank.iterdir() if path.suffix in (".safetensors", ".ckpt", ".h5", ".hdf5"))
+    return path
+
+
+def new_folder(parent: Path) -> Path:
+    return Path(tempfile.mkdtemp(dir=parent.parent))
+
+
+def bytes_of(checkpoint: Path) -> dict[str, bytes]:
+    with reshard_mpi.open(checkpoint, check=False) as opened:
+        return {name: np.asarray(tensor).tobytes() for name, tensor in opened.items()}
+
+
+def dequantized(checkpoint: Path) -> Array:
+    """Return the only weight of a checkpoint as a loader would see it that knows nothing but this checkpoint."""
+    if checkpoint.is_file():
+        checkpoint = Path(shutil.copy(checkpoint, new_folder(checkpoint.parent.parent) / checkpoint.name))
+    with reshard_mpi.open(checkpoint, dtype="fp32") as opened:
+        (name,) = (name for name in opened if name != "norm.weight")
+        return np.asarray(opened[name])
+
+
+@st.composite
+def lengths_of(draw: st.DrawFn, length: int, grain: int, fits: bool) -> list[int]:
+    """Draw the lengths of slices: at multiples of the grain, or with one cut elsewhere."""
+    places = range(grain, length, grain) if fits else [at for at in range(1, length) if at % grain]
+    cuts = sorted(draw(st.sets(st.sampled_from(list(places)), min_size=1, max_size=3)))
+    return list(np.diff([0, *cuts, length]))
+
+
+@pytest.mark.parametrize("cases", CASES)
+@many(25)
+@given(st.data())
+def test_every_rank_stands_alone_and_together_they_are_the_whole(
+    tmp_path_factory: pytest.TempPathFactory, cases: Callable[[], st.SearchStrategy[Case]], data: st.DataObject
+) -> None:
+    case = data.draw(cases())
+    folder, stored = tmp_path_factory.mktemp("quantized"), case.sample.tensors[case.stored]
+    tensors = {**case.sample.tensors, "norm.weight": np.ones(3, np.float32)}
+    source = write(folder / "source", tensors, case.configuration)
+    dim = data.draw(st.sampled_from(sorted(case.axes)))
+    logical, grain = case.axes[dim]
+    if stored.shape[dim] <= grain:
+        return
+    lengths = [int(length) for length in data.draw(lengths_of(stored.shape[dim], grain, True))]
+    strategy = spec(folder / "strategy.toml", case.stored, dim, lengths)
+    has_fp8 = any(array.dtype == E4M3 for array in tensors.values())  # which no .ckpt holds
+    kind = data.draw(st.sampled_from(KINDS[has_fp8:]))
+    cut = folder / "cut"
+    reshard_mpi.transform(source, cut, dst_strategy=strategy, to=kind)
+    parts = [dequantized(file_of(cut / f"rank_{rank}")) for rank in range(len(lengths))]
+    np.testing.assert_array_equal(np.concatenate(parts, logical), case.sample.whole)
+    merged = folder / "merged"
+    reshard_mpi.transform(cut, merged, src_strategy=strategy, to="safetensors")
+    assert bytes_of(merged) == {name: array.tobytes() for name, array in tensors.items()}
+    np.testing.assert_array_equal(dequantized(merged), case.sample.whole)
+    again = [int(length) for length in data.draw(lengths_of(stored.shape[dim], grain, True))]
+    other, once_more = spec(folder / "other.toml", case.stored, dim, again), folder / "once_more"
+    reshard_mpi.transform(cut, once_more, src_strategy=strategy, dst_strategy=other, to=kind)
+    parts = [dequantized(file_of(once_more / f"rank_{rank}")) for rank in range(len(again))]
+    np.testing.assert_array_equal(np.concatenate(parts, logical), case.sample.whole)
+
+
+@pytest.mark.parametrize("cases", CASES)
+@many(15)
+@given(st.data())
+def test_a_cut_within_a_block_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, cases: Callable[[], st.SearchStrategy[Case]], data: st.DataObject
+) -> None:
+    case = data.draw(cases())
+    folder, stored = tmp_path_factory.mktemp("quantized"), case.sample.tensors[case.stored]
+    dims = [dim for dim, (_, grain) in case.axes.items() if grain > 1 and stored.shape[dim] > 1]
+    if not dims:
+        return
+    source = write(folder / "source", case.sample.tensors, case.configuration)
+    dim = data.draw(st.sampled_from(dims))
+    grain = case.axes[dim][1]
+    lengths = [int(length) for length in data.draw(lengths_of(stored.shape[dim], grain, False))]
+    strategy = spec(folder / "strategy.toml", case.stored, dim, lengths)
+    with pytest.raises(LayoutError) as refused:
+        reshard_mpi.transform(source, folder / "cut", dst_strategy=strategy, to="safetensors")
+    assert refused.value.exit_code == 3 and repr(case.stored) in refused.value.problem
+    assert f"multiples of {grain}" in refused.value.expected and not (folder / "cut").exists()
+    reshard_mpi.transform(source, folder / "dcp", dst_strategy=strategy, to="dcp")  # where files say places
+    assert bytes_of(folder / "dcp") == {name: array.tobytes() for name, array in case.sample.tensors.items()}
