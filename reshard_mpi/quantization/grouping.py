@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import SourceError
 from reshard_mpi.formats.tensor_table import TensorType
-from reshard_mpi.quantization.layouts import FLOATS, FLOATS_8_BIT, Fit, Layout, Misfit, Part, fit, layout_of
+from reshard_mpi.quantization.layouts import FLOATS, FLOATS_8_BIT, Fit, Misfit, SchemeLayout, SchemePart, fit, layout_of
 from reshard_mpi.quantization.schemes import Quantization, scheme_of
 from reshard_mpi.quantization.weights import Companion, QuantizedWeight, Relation, Scheme
 
@@ -30,14 +30,18 @@ def quantized_weights(
     kinds: Mapping[str, TensorType],
     where: str,
     stated_shape: Callable[[str], tuple[int, ...] | None],
+    *,
+    in_parts: bool = False,
 ) -> tuple[QuantizedWeight, ...]:
-    """Group the tensors of a whole checkpoint into quantized weights, in the order of the checkpoint.
+    """Group the tensors of a checkpoint into quantized weights, in the order of the checkpoint.
 
     Args:
         config: says how it is quantized, see `quantization_of`.
-        kinds: of all its tensors, with their whole shapes.
+        kinds: of all its tensors, with their whole shapes, or all with the shapes of one rank's parts.
         where: the configuration, for messages.
         stated_shape: returns the values of a `weight_shape` tensor, None if they are not known.
+        in_parts: whether the shapes are of the parts that a rank holds. It may have groups of columns that it does not
+            hold, if these are in any order.
 
     Raises StrategyError if the configuration says something impossible, SourceError if it contradicts the checkpoint,
     or if a weight has no scale, or a scale no weight.
@@ -61,7 +65,7 @@ def quantized_weights(
             *((role, tensors.shape(each)) for role, each in found.names.items()),
         )
         if key not in fits:
-            fits[key] = tensors.fitted(found, stated)
+            fits[key] = tensors.fitted(found, stated, in_parts)
         shape, grain, dims = fits[key]
         companions = [Companion(role, each, dims[role]) for role, each in found.names.items()]
         for each in carried.get(found.prefix, ()):
@@ -75,7 +79,7 @@ def quantized_weights(
     return tuple(weights)
 
 
-class _Stored(NamedTuple):
+class _NamedWeight(NamedTuple):
     """The names of the tensors of a weight."""
 
     weight: str
@@ -110,7 +114,7 @@ class _Tensors(NamedTuple):
         remedy = "copy the checkpoint again with all its files, or give the config.json that belongs to it"
         return self.refused(f"incomplete checkpoint: {problem}", expected=expected, got=got, remedy=remedy)
 
-    def stored_weight(self, name: str) -> _Stored | None:
+    def stored_weight(self, name: str) -> _NamedWeight | None:
         """Return the weight whose elements a tensor holds; None if it is no such tensor, or none that may be cut."""
         dtype = self.kinds[name].dtype.name
         tail = next((tail for tail in _STORED if name.endswith(tail)), "")
@@ -138,11 +142,11 @@ class _Tensors(NamedTuple):
             return None
         if ("scale" not in names and dtype in FLOATS) or self.quantization.leaves_out(module):
             return None
-        found = _Stored(name if is_bare else f"{prefix}{layout.logical_name}", name, prefix, scheme, names)
+        found = _NamedWeight(name if is_bare else f"{prefix}{layout.logical_name}", name, prefix, scheme, names)
         self.check(found, layout)
         return found
 
-    def check(self, found: _Stored, layout: Layout) -> None:
+    def check(self, found: _NamedWeight, layout: SchemeLayout) -> None:
         """Refuse a weight if a companion is missing, or if a tensor has another type than the scheme's."""
         weight, name, _, scheme, names = found
         dtype = self.kinds[name].dtype.name
@@ -161,11 +165,11 @@ class _Tensors(NamedTuple):
                 expected = f"{_any_of(part)} ({scheme.name})"
                 raise self.contradiction(weight, f"the type of {names[part.role]}", expected, dtype)
 
-    def fitted(self, found: _Stored, stated: tuple[int, ...] | None) -> Fit:
+    def fitted(self, found: _NamedWeight, stated: tuple[int, ...] | None, in_parts: bool) -> Fit:
         """Return how the tensors of a weight belong together. Raises SourceError if the shape of one contradicts."""
         stored, shapes = self.shape(found.name), {role: self.shape(name) for role, name in found.names.items()}
         try:
-            return fit(layout_of(found.scheme), stored, shapes, stated)
+            return fit(layout_of(found.scheme), stored, shapes, stated, in_parts=in_parts)
         except Misfit as misfit:
             name, beside = found.names.get(misfit.role, found.name), f" beside {found.name} {list(stored)}"
             got, expected = f"{list(self.shape(name))}", f"{misfit.expected} ({_told(found.scheme)})"
@@ -257,7 +261,7 @@ _COMPANIONS = (
 )
 
 
-def _companion_names(part: Part, prefix: str) -> list[str]:
+def _companion_names(part: SchemePart, prefix: str) -> list[str]:
     """Return how a companion of a weight may be called.
 
     Args:
@@ -274,7 +278,7 @@ def _carried_dims(shape: tuple[int, ...], experts: tuple[int, ...]) -> tuple[Rel
     return (None,) * len(shape)
 
 
-def _any_of(part: Part) -> str:
+def _any_of(part: SchemePart) -> str:
     return " or ".join(sorted(part.dtypes))
 
 
@@ -296,7 +300,7 @@ def looks_quantized(kinds: Mapping[str, TensorType]) -> str | None:
 
 
 def _signs(kinds: Mapping[str, TensorType]) -> Iterator[str]:
-    """Yield the tensors that hold a quantized weight, by their own type and by what is stored beside them."""
+    """Yield the tensors that hold a quantized weight, by their own types and by the tensors beside them."""
     for name, kind in kinds.items():
         dtype = kind.dtype.name
         if dtype in FLOATS:

@@ -21,91 +21,95 @@ _FLOATS_OR_POWERS = FLOATS | _BYTES
 _INTEGERS = frozenset(("int8", "uint8", "int32"))
 
 
-class Axis(NamedTuple):
-    """A dimension of a stored tensor. Example, 8 elements of a row in a word: `Axis(COLUMNS, Fraction(1, 8))`."""
+class StoredAxis(NamedTuple):
+    """A dimension of a stored tensor. Example, 8 elements of a row in a word: `StoredAxis(COLUMNS, Fraction(1, 8))`."""
 
     of: int | None  # of the logical weight; None: of neither, and `ratio` is its length
-    ratio: Fraction = _ONE  # for each element of the weight there are so many
+    ratio: Fraction = _ONE  # stored elements for each element of the weight
     tied: bool = True  # whether it is cut where the weight is cut
 
 
-class Part(NamedTuple):
+class SchemePart(NamedTuple):
     """One of the tensors that a scheme stores for a weight."""
 
-    role: str  # that of a companion, no two in a layout alike; or "stored"
+    role: str  # a companion's (no two in a layout are alike), or "stored"
     names: tuple[str, ...]  # how it may be called, behind the name of the module
     dtypes: frozenset[str]
-    # Dimensions of length 1 may stand between them; those of stacked experts stand before them.
-    axes: tuple[Axis, ...] = ()
+    # Dimensions of length 1 may stand between them, and the dimensions of stacked experts before them.
+    axes: tuple[StoredAxis, ...] = ()
     required: bool = True
 
 
-class Layout(NamedTuple):
+class SchemeLayout(NamedTuple):
     """The tensors that a scheme stores for a weight."""
 
-    stored: Part  # the one that holds the weight's elements
-    parts: tuple[Part, ...]
+    stored: SchemePart  # the one that holds the weight's elements
+    parts: tuple[SchemePart, ...]
     logical_name: str  # of the weight, behind the name of the module
     transposed: bool = False  # whether columns go before rows once it is dequantized
 
 
 @lru_cache(maxsize=256)
-def layout_of(scheme: Scheme) -> Layout:
+def layout_of(scheme: Scheme) -> SchemeLayout:
     """Return which tensors a scheme stores for each weight; it must not be `whole`."""
     rows, columns = scheme.block
     packed = Fraction(scheme.bits, 32)
-    by_rows = (Axis(ROWS, Fraction(1, rows)),) if rows else ()
-    # A column may be of any group if an index says of which: then all groups go with every part.
-    by_columns = (Axis(COLUMNS, Fraction(1, columns), not scheme.act_order),) if columns else ()
+    by_rows = (StoredAxis(ROWS, Fraction(1, rows)),) if rows else ()
+    # A column may be of any group if an index says its group: then all groups go with every part.
+    by_columns = (StoredAxis(COLUMNS, Fraction(1, columns), not scheme.act_order),) if columns else ()
     zeros_required = not scheme.symmetric
-    index = Axis(COLUMNS)
+    index = StoredAxis(COLUMNS)
     if scheme.kind in ("gptq", "awq"):
         # dimension 0 is of columns
-        words = (Axis(COLUMNS, packed), Axis(ROWS)) if scheme.kind == "gptq" else (Axis(COLUMNS), Axis(ROWS, packed))
+        words = (
+            (StoredAxis(COLUMNS, packed), StoredAxis(ROWS))
+            if scheme.kind == "gptq"
+            else (StoredAxis(COLUMNS), StoredAxis(ROWS, packed))
+        )
         parts = [
-            Part("scale", ("scales",), FLOATS, (*by_columns, *by_rows)),
-            Part("zeros", ("qzeros",), _WORDS, (*by_columns, Axis(ROWS, packed)), zeros_required),
+            SchemePart("scale", ("scales",), FLOATS, (*by_columns, *by_rows)),
+            SchemePart("zeros", ("qzeros",), _WORDS, (*by_columns, StoredAxis(ROWS, packed)), zeros_required),
         ]
         if scheme.kind == "gptq":
-            parts.append(Part("group_index", ("g_idx",), _WORDS, (index,), scheme.act_order))
-        return Layout(Part("stored", ("qweight",), _WORDS, words), tuple(parts), "weight")
+            parts.append(SchemePart("group_index", ("g_idx",), _WORDS, (index,), scheme.act_order))
+        return SchemeLayout(SchemePart("stored", ("qweight",), _WORDS, words), tuple(parts), "weight")
     if scheme.kind == "packed":
-        zeros = (Axis(ROWS, packed), *by_columns) if rows else ()
-        return Layout(
-            Part("stored", ("weight_packed",), _WORDS, (Axis(ROWS), Axis(COLUMNS, packed))),
+        zeros = (StoredAxis(ROWS, packed), *by_columns) if rows else ()
+        return SchemeLayout(
+            SchemePart("stored", ("weight_packed",), _WORDS, (StoredAxis(ROWS), StoredAxis(COLUMNS, packed))),
             (
-                Part("scale", ("weight_scale",), FLOATS, (*by_rows, *by_columns)),
-                Part("zeros", ("weight_zero_point",), _WORDS if rows else _INTEGERS, zeros, zeros_required),
-                Part("group_index", ("weight_g_idx",), _WORDS, (index,), scheme.act_order),
-                Part("shape", ("weight_shape",), frozenset(("int64", "int32")), required=False),
+                SchemePart("scale", ("weight_scale",), FLOATS, (*by_rows, *by_columns)),
+                SchemePart("zeros", ("weight_zero_point",), _WORDS if rows else _INTEGERS, zeros, zeros_required),
+                SchemePart("group_index", ("weight_g_idx",), _WORDS, (index,), scheme.act_order),
+                SchemePart("shape", ("weight_shape",), frozenset(("int64", "int32")), required=False),
             ),
             "weight",
         )
     if scheme.name == "mxfp4":
         # gpt-oss: 16 bytes for each block of 32 columns
-        blocks = (Axis(ROWS), *by_columns)
-        stored = Part("stored", ("_blocks",), _BYTES, (*blocks, Axis(None, Fraction(16))))
-        return Layout(stored, (Part("scale", ("_scales",), _BYTES, blocks),), "", transposed=True)
+        blocks = (StoredAxis(ROWS), *by_columns)
+        stored = SchemePart("stored", ("_blocks",), _BYTES, (*blocks, StoredAxis(None, Fraction(16))))
+        return SchemeLayout(stored, (SchemePart("scale", ("_scales",), _BYTES, blocks),), "", transposed=True)
     if scheme.kind in ("nvfp4", "mxfp4"):
         is_compressed = scheme.name.endswith("pack-quantized")
-        halves = (Axis(ROWS), Axis(COLUMNS, Fraction(1, 2)))
-        stored = Part("stored", ("weight_packed" if is_compressed else "weight",), _BYTES, halves)
+        halves = (StoredAxis(ROWS), StoredAxis(COLUMNS, Fraction(1, 2)))
+        stored = SchemePart("stored", ("weight_packed" if is_compressed else "weight",), _BYTES, halves)
         dtypes = _BYTES if scheme.kind == "mxfp4" else FLOATS_8_BIT
-        parts = [Part("scale", ("weight_scale",), dtypes, (*by_rows, *by_columns))]
+        parts = [SchemePart("scale", ("weight_scale",), dtypes, (*by_rows, *by_columns))]
         if scheme.kind == "nvfp4":
             name = "weight_global_scale" if is_compressed else "weight_scale_2"
-            parts.append(Part("global_scale", (name,), FLOATS))
-            parts.append(Part("carried", ("pre_quant_scale",), FLOATS, (index,), required=False))
-        return Layout(stored, tuple(parts), "weight")
+            parts.append(SchemePart("global_scale", (name,), FLOATS))
+            parts.append(SchemePart("carried", ("pre_quant_scale",), FLOATS, (index,), required=False))
+        return SchemeLayout(stored, tuple(parts), "weight")
     names = ("weight_scale_inv", "weight_scale") if scheme.name == "fp8" else ("weight_scale",)
     is_integer = scheme.kind == "int8"
     stored_dtypes = frozenset(("int8",)) if is_integer else FLOATS_8_BIT
     scales, zero_dtypes = (*by_rows, *by_columns), _INTEGERS | (frozenset() if is_integer else FLOATS | FLOATS_8_BIT)
-    return Layout(
-        Part("stored", ("weight",), stored_dtypes, (Axis(ROWS), Axis(COLUMNS))),
+    return SchemeLayout(
+        SchemePart("stored", ("weight",), stored_dtypes, (StoredAxis(ROWS), StoredAxis(COLUMNS))),
         (
-            Part("scale", names, FLOATS if is_integer else _FLOATS_OR_POWERS, scales),
-            Part("zeros", ("weight_zero_point",), zero_dtypes, scales, zeros_required),
+            SchemePart("scale", names, FLOATS if is_integer else _FLOATS_OR_POWERS, scales),
+            SchemePart("zeros", ("weight_zero_point",), zero_dtypes, scales, zeros_required),
         ),
         "weight",
     )
@@ -133,7 +137,12 @@ class Fit(NamedTuple):
 
 
 def fit(
-    layout: Layout, stored: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], stated: Sequence[int] | None = None
+    layout: SchemeLayout,
+    stored: tuple[int, ...],
+    shapes: Mapping[str, tuple[int, ...]],
+    stated: Sequence[int] | None,
+    *,
+    in_parts: bool,
 ) -> Fit:
     """Return how the tensors of a weight belong together.
 
@@ -141,6 +150,7 @@ def fit(
         stored: the shape of the tensor that holds the elements.
         shapes: those of its companions, by role.
         stated: the shape of the logical weight, if a tensor of the checkpoint says it.
+        in_parts: whether these are shapes of one part of the weight, as ranks hold them.
 
     Raises Misfit if a shape is not what it must be.
     """
@@ -162,7 +172,7 @@ def fit(
     dims = {}
     for part in (part for part in layout.parts if part.role in shapes):
         shape = shapes[part.role]
-        relations = _relations(part, shape, experts, axes, lengths)
+        relations = _relations(part, shape, experts, axes, lengths, in_parts)
         for number, (relation, length) in enumerate(zip(relations, shape)):
             # Where words are filled up beyond the last group, no place in one follows from that in the other.
             if relation is not None and relation.length(stored[relation.dim]) != length:
@@ -174,7 +184,7 @@ def fit(
     return Fit(shape, tuple(grain), dims)
 
 
-def _axis_name(axis: Axis) -> str:
+def _axis_name(axis: StoredAxis) -> str:
     if axis.of is None:
         return str(axis.ratio)
     name, ratio = ("rows", "columns")[axis.of], axis.ratio
@@ -183,7 +193,7 @@ def _axis_name(axis: Axis) -> str:
     return name if ratio == 1 else f"{name} / {ratio.denominator}"
 
 
-def _logical_lengths(axes: Sequence[Axis], own: Sequence[int], stated: Sequence[int] | None) -> tuple[int, int]:
+def _logical_lengths(axes: Sequence[StoredAxis], own: Sequence[int], stated: Sequence[int] | None) -> tuple[int, int]:
     """Return how many rows and columns the weight has."""
     lengths = [0, 0]
     for axis, length in zip(axes, own):
@@ -199,9 +209,14 @@ def _logical_lengths(axes: Sequence[Axis], own: Sequence[int], stated: Sequence[
 
 
 def _relations(
-    part: Part, shape: tuple[int, ...], experts: tuple[int, ...], axes: Sequence[Axis], lengths: tuple[int, int]
+    part: SchemePart,
+    shape: tuple[int, ...],
+    experts: tuple[int, ...],
+    axes: Sequence[StoredAxis],
+    lengths: tuple[int, int],
+    in_parts: bool,
 ) -> list[Relation | None]:
-    """Return how the dimensions of a companion belong to those of the stored weight. Raises Misfit if one does not."""
+    """Return how a companion's dimensions belong to the stored weight's. Raises Misfit if one does not."""
     if part.role == "shape":
         return [None] * len(shape)
     ahead = [(length, Relation(number, 1)) for number, length in enumerate(experts)]
@@ -217,7 +232,8 @@ def _relations(
         relations: list[Relation | None] = []
         remaining = list(wanted)
         for length in shape:
-            if remaining and length == remaining[0][0]:
+            # A part has all groups, also of columns that it does not have, where an index tells the groups.
+            if remaining and (length == remaining[0][0] or (in_parts and remaining[0][1] is None)):
                 relations.append(remaining.pop(0)[1])
             elif length == 1:
                 relations.append(None)

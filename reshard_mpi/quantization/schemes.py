@@ -8,10 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import StrategyError
-from reshard_mpi.quantization.weights import Scheme
-
-# Where the dictionary is kept: in a config.json, and as a text in the metadata of rank files.
-SCHEME_TEXT = "quantization_config"
+from reshard_mpi.quantization.weights import SCHEME_TEXT, Scheme
 
 _INTEGER_BITS, _GPTQ_BITS = (2, 3, 4, 5, 6, 8), (2, 3, 4, 8)
 _REMEDY = "give the config.json that belongs to this checkpoint"
@@ -67,7 +64,7 @@ class Targets:
         return None
 
 
-class Group(NamedTuple):
+class SchemeGroup(NamedTuple):
     """The modules that are quantized in one way. targets: None: all modules."""
 
     scheme: Scheme
@@ -78,7 +75,7 @@ class Quantization(NamedTuple):
     """How the modules of a checkpoint are quantized, as its configuration says."""
 
     method: str
-    groups: tuple[Group, ...]
+    groups: tuple[SchemeGroup, ...]
     ignored: Targets  # the modules that are left out
     where: str  # the configuration, for messages
 
@@ -139,11 +136,6 @@ def quantization_of(values: Mapping[str, Any], where: str = "") -> Mapping[str, 
     if "tensor_names" in values and any("_type" in str(text) for text in values.values()):
         return {"quant_method": "torchao"}
     return None
-
-
-def stored_text(config: Mapping[str, Any]) -> str:
-    """Return the text that rank files carry under the name `quantization_config`."""
-    return json.dumps(quantization_of(config) or config, separators=(",", ":"))
 
 
 def config_from_text(text: str, where: str) -> dict[str, Any]:
@@ -264,26 +256,26 @@ def _whole(name: str) -> Scheme:
     return Scheme(name, "whole")
 
 
-def _whole_groups(settings: _Settings) -> list[Group]:
-    return [Group(_whole(settings.method))]
+def _whole_groups(settings: _Settings) -> list[SchemeGroup]:
+    return [SchemeGroup(_whole(settings.method))]
 
 
-def _fp8(settings: _Settings) -> list[Group]:
+def _fp8(settings: _Settings) -> list[SchemeGroup]:
     """DeepSeek's (`weight_block_size`); without that one scale a tensor. FP4 experts are not cut."""
     key = "weight_block_size"
     block = (0, 0) if settings.values.get(key) is None else settings.block(key)
-    packed = [Group(_whole("fp8 with fp4 experts"), settings.targets([r"re:(.*\.)?experts(\.|$)"]))]
-    return [*packed * (settings.text("expert_dtype") == "fp4"), Group(Scheme("fp8", "fp8", block=block))]
+    packed = [SchemeGroup(_whole("fp8 with fp4 experts"), settings.targets([r"re:(.*\.)?experts(\.|$)"]))]
+    return [*packed * (settings.text("expert_dtype") == "fp4"), SchemeGroup(Scheme("fp8", "fp8", block=block))]
 
 
-def _gptq(settings: _Settings) -> list[Group]:
-    """Those of `dynamic` (GPTQModel) first, each with what it says otherwise than the rest."""
+def _gptq(settings: _Settings) -> list[SchemeGroup]:
+    """The modules that `dynamic` (GPTQModel) changes, with their changes, go before the rest."""
     groups = []
     for name, changes in settings.mapping("dynamic").items():
         if not name.startswith("-:"):
             own = _Settings({**settings.values, **(changes if isinstance(changes, Mapping) else {})}, settings.where)
-            groups.append(Group(_gptq_scheme(own), settings.targets(["re:" + name.removeprefix("+:")])))
-    return [*groups, Group(_gptq_scheme(settings))]
+            groups.append(SchemeGroup(_gptq_scheme(own), settings.targets(["re:" + name.removeprefix("+:")])))
+    return [*groups, SchemeGroup(_gptq_scheme(settings))]
 
 
 def _gptq_scheme(settings: _Settings) -> Scheme:
@@ -295,32 +287,32 @@ def _gptq_scheme(settings: _Settings) -> Scheme:
     return Scheme(layout, "gptq", bits, (1, columns), False, settings.flag("desc_act", False))
 
 
-def _awq(settings: _Settings) -> list[Group]:
+def _awq(settings: _Settings) -> list[SchemeGroup]:
     layout = settings.text("version", "format") or "gemm"
     if layout != "gemm":
-        return [Group(_whole(f"awq as {layout}"))]
+        return [SchemeGroup(_whole(f"awq as {layout}"))]
     bits = settings.bits("bits", (4,))
     block = (1, settings.group_size())
-    return [Group(Scheme("awq", "awq", bits, block, not settings.flag("zero_point", True)))]
+    return [SchemeGroup(Scheme("awq", "awq", bits, block, not settings.flag("zero_point", True)))]
 
 
-def _mxfp4(_: _Settings) -> list[Group]:
-    return [Group(Scheme("mxfp4", "mxfp4", 4, (1, _MX_GROUP)))]
+def _mxfp4(_: _Settings) -> list[SchemeGroup]:
+    return [SchemeGroup(Scheme("mxfp4", "mxfp4", 4, (1, _MX_GROUP)))]
 
 
-def _fbgemm(_: _Settings) -> list[Group]:
-    return [Group(Scheme("fbgemm_fp8", "fp8", block=(1, 0)))]
+def _fbgemm(_: _Settings) -> list[SchemeGroup]:
+    return [SchemeGroup(Scheme("fbgemm_fp8", "fp8", block=(1, 0)))]
 
 
-def _modelopt(settings: _Settings) -> list[Group]:
-    """Those of `quantized_layers` (mixed precision), or one for all modules."""
+def _modelopt(settings: _Settings) -> list[SchemeGroup]:
+    """Return the groups of `quantized_layers` (mixed precision), or one for all modules."""
     layers = settings.mapping("quantized_layers")
     if not layers:
-        return [Group(_modelopt_scheme(settings))]
+        return [SchemeGroup(_modelopt_scheme(settings))]
     targets: dict[Scheme, list[str]] = {}
     for name in layers:
         targets.setdefault(_modelopt_scheme(settings.of("quantized_layers").of(name)), []).append(name)
-    return [Group(scheme, settings.targets(names)) for scheme, names in targets.items()]
+    return [SchemeGroup(scheme, settings.targets(names)) for scheme, names in targets.items()]
 
 
 def _modelopt_scheme(settings: _Settings) -> Scheme:
@@ -333,21 +325,21 @@ def _modelopt_scheme(settings: _Settings) -> Scheme:
     return _whole(f"modelopt {algorithm}".strip())
 
 
-def _compressed_tensors(settings: _Settings) -> list[Group]:
+def _compressed_tensors(settings: _Settings) -> list[SchemeGroup]:
     groups, presets = [], settings.of("config_groups")
     sparse = settings.of("sparsity_config").text("format") or "dense"
     for name, value in presets.values.items():
         if not isinstance(value, Mapping):  # the name of a preset
-            groups.append(Group(_whole(f"compressed-tensors {name}"), settings.targets(presets.texts(name))))
+            groups.append(SchemeGroup(_whole(f"compressed-tensors {name}"), settings.targets(presets.texts(name))))
             continue
         group = presets.of(name)
         if group.values.get("weights") is None:
             continue
         layout = group.text("format") or settings.text("format")
         scheme = _whole(sparse) if sparse != "dense" else _compressed_scheme(group.of("weights"), layout)
-        groups.append(Group(scheme, settings.targets(group.texts("targets"))))
+        groups.append(SchemeGroup(scheme, settings.targets(group.texts("targets"))))
     if not groups and sparse != "dense":
-        groups.append(Group(_whole(sparse)))
+        groups.append(SchemeGroup(_whole(sparse)))
     return groups
 
 
@@ -381,7 +373,7 @@ def _compressed_scheme(weights: _Settings, layout: str) -> Scheme:
     return Scheme(layout, kind, weights.bits("num_bits", (8,)), block, symmetric)
 
 
-_READERS: dict[str, Callable[[_Settings], list[Group]]] = {
+_READERS: dict[str, Callable[[_Settings], list[SchemeGroup]]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm,
     "gptq": _gptq,

@@ -16,8 +16,8 @@ from reshard_mpi.errors import SourceError, StrategyError
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.quantization.grouping import looks_quantized, quantized_weights
-from reshard_mpi.quantization.schemes import SCHEME_TEXT, config_from_text, quantization_of, scheme_of, stored_text
-from reshard_mpi.quantization.weights import QuantizedWeight, Relation
+from reshard_mpi.quantization.schemes import quantization_of, scheme_of
+from reshard_mpi.quantization.weights import SCHEME_TEXT, QuantizedWeight, Relation
 
 Stored = Mapping[str, tuple[str, tuple[int, ...]]]
 SHORT = {
@@ -472,9 +472,10 @@ def test_fp4_experts_beside_fp8_blocks() -> None:
 )
 def test_where_configurations_stand(values: Mapping[str, Any], method: str) -> None:
     assert scheme_of(values, "config.json").method == method
-    text = stored_text(values)
-    assert scheme_of(config_from_text(text, "x"), "x").scheme("q") == scheme_of(values, "config.json").scheme("q")
-    assert stored_text(json.loads(text)) == text
+    # Files of ranks carry the dictionary as a text.
+    carried = {SCHEME_TEXT: json.dumps(quantization_of(values)), "format": "pt"}
+    assert quantization_of(carried) == quantization_of(values)
+    assert scheme_of(carried, "rank_0").scheme("q") == scheme_of(values, "config.json").scheme("q")
 
 
 @pytest.mark.parametrize("values", [{}, {"model_type": "llama"}, {"quantization_config": None}, {"format": "pt"}])
@@ -694,6 +695,26 @@ def test_where_words_are_filled_up_beyond_a_group_nothing_is_cut() -> None:
     weight = weights_of(config, stored, {"q.weight_shape": (6, 4)})["q.weight"]
     assert weight.grain == (1, 1)
     assert dims_of(weight)["weight_scale"] == ((0, 1), None)
+
+
+@pytest.mark.parametrize("config", [{**GPTQ, "desc_act": True}, {**GPTQ, "group_size": -1}, GPTQ])
+def test_the_part_of_a_rank_has_all_groups_if_columns_are_in_any_order(config: dict[str, Any]) -> None:
+    groups = 1 if config["group_size"] == -1 else 32 if config["desc_act"] else 8
+    stored: Stored = {
+        "q.qweight": ("i32", (128, 64)),
+        "q.qzeros": ("i32", (groups, 8)),
+        "q.scales": ("f16", (groups, 64)),
+        "q.g_idx": ("i32", (1024,)),
+    }
+    (weight,) = quantized_weights(config, kinds_of(stored), "config.json", {}.get, in_parts=True)
+    assert weight.shape == (64, 1024)
+    assert [each.dims[0] is None for each in weight.companions] == [groups != 8, groups != 8, False]
+    if groups == 32:
+        with pytest.raises(SourceError, match="contradicts"):
+            weights_of(config, stored)
+    with pytest.raises(SourceError, match="contradicts"):
+        changed = {**stored, "q.scales": ("f16", (groups, 65))}
+        quantized_weights(config, kinds_of(changed), "config.json", {}.get, in_parts=True)
 
 
 # Random sizes, against the formulas of the schemes
