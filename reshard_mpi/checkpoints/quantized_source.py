@@ -56,7 +56,8 @@ def with_quantization(source: SourceCheckpoint) -> SourceCheckpoint:
     shards = [manifest for rank in sorted(source.files.by_rank) if (manifest := source.find(rank)) is not None]
     kinds = _kinds_of_parts(shards)
     stated = _StatedShapes(shards)
-    of_parts = quantized_weights(content, kinds, where, stated.of)
+    in_parts = source.strategy.world_size > 1
+    of_parts = quantized_weights(content, kinds, where, stated.of, in_parts=in_parts)
     if not of_parts:
         return source
     text = json.dumps(content, separators=(",", ":"), sort_keys=True)
