@@ -576,6 +576,32 @@ def test_two_groups_of_classes_are_refused_where_they_meet() -> None:
         weights_of(config, stored)
 
 
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 300) | st.floats() | st.sampled_from(("group", "re:(", "128x128", "*")),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(("weights", "targets", "format", "strategy", "num_bits")), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+_KEYS = ("bits", "group_size", "weight_block_size", "format", "config_groups", "ignore", "dynamic", "quantized_layers")
+_METHODS = ("fp8", "gptq", "awq", "mxfp4", "compressed-tensors", "modelopt", "fbgemm_fp8", 7)
+
+
+@many(500)
+@given(st.sampled_from(_METHODS), st.dictionaries(st.sampled_from(_KEYS), _VALUES), st.booleans())
+def test_whatever_a_configuration_says_is_read_or_refused(
+    method: object, values: dict[str, Any], is_gptq: bool
+) -> None:
+    config = {"quant_method": method, **(GPTQ if is_gptq else PACK), **values, SCHEME_TEXT: None}
+    try:
+        weights = weights_of({**config, "quant_method": method}, {**_GPTQ, **_PACK, **_BLOCKS})
+    except (StrategyError, SourceError) as error:
+        assert error.expected and error.got and error.where
+    else:
+        assert all(size > 0 for weight in weights.values() for size in weight.grain)
+
+
 # Refusals
 
 _DEEPSEEK: Stored = {"q.weight": ("e4m3", (576, 7168)), "q.weight_scale_inv": ("f32", (5, 56))}
