@@ -118,7 +118,7 @@ class _Tensors(NamedTuple):
         """Return the weight whose elements a tensor holds; None if it is no such tensor, or none that may be cut."""
         dtype = self.kinds[name].dtype.name
         tail = next((tail for tail in _STORED if name.endswith(tail)), "")
-        if not tail and dtype not in FLOATS_8_BIT:
+        if not tail and dtype not in _EIGHT_BITS:
             return None
         prefix = name[: len(name) - len(tail)]
         module = prefix.rstrip("._")
@@ -138,7 +138,7 @@ class _Tensors(NamedTuple):
                 if each in self.kinds:
                     names[part.role] = each
                     break
-        if is_bare and not names and name.endswith(("_scale", "_scale_inv", "_zero_point")):
+        if is_bare and not names and (dtype not in FLOATS_8_BIT or name.endswith(("_scale", "_scale_inv"))):
             return None
         if ("scale" not in names and dtype in FLOATS) or self.quantization.leaves_out(module):
             return None
@@ -241,7 +241,8 @@ class _Tensors(NamedTuple):
         ):
             return None
         weights = (prefix,) if is_bare else tuple(f"{prefix}{each}" for each in layout.stored.names)
-        return None if any(weight in self.kinds for weight in weights) else (scheme, weights)
+        found = any(weight in self.kinds for weight in (*weights, prefix.rstrip("_")))
+        return None if found else (scheme, weights)
 
 
 # How companions are called that only quantized weights have, longer names first.

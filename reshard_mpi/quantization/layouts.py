@@ -68,7 +68,14 @@ def layout_of(scheme: Scheme) -> SchemeLayout:
         )
         parts = [
             SchemePart("scale", ("scales",), FLOATS, (*by_columns, *by_rows)),
-            SchemePart("zeros", ("qzeros",), _WORDS, (*by_columns, StoredAxis(ROWS, packed)), zeros_required),
+            # gptq stores the zero points of symmetric weights too
+            SchemePart(
+                "zeros",
+                ("qzeros",),
+                _WORDS,
+                (*by_columns, StoredAxis(ROWS, packed)),
+                zeros_required or scheme.kind == "gptq",
+            ),
         ]
         if scheme.kind == "gptq":
             parts.append(SchemePart("group_index", ("g_idx",), _WORDS, (index,), scheme.act_order))

@@ -33,6 +33,7 @@ class Targets:
         self.names: set[str] = set()
         self.patterns: list[re.Pattern[str]] = []
         self.classes: set[str] = set()
+        wildcards: list[str] = []
         for target in targets:
             if target.startswith("re:"):
                 try:
@@ -41,11 +42,13 @@ class Targets:
                     got, expected = f"{target}: {error}", "re: and a regular expression"
                     raise StrategyError("a target is no pattern", expected=expected, got=got, where=where) from None
             elif "*" in target:
-                self.patterns.append(re.compile(re.escape(target).replace(r"\*", ".*") + r"\Z"))
+                wildcards.append(re.escape(target).replace(r"\*", ".*"))
             elif _CLASS_NAME.match(target):
                 self.classes.add(target)
             else:
                 self.names.add(target)
+        if wildcards:  # hundreds at times: one for each layer
+            self.patterns.append(re.compile(rf"(?:{'|'.join(wildcards)})\Z"))
 
     def closeness(self, module: str) -> int | None:
         """Return how closely the closest target fits a module; None if none does."""
@@ -282,9 +285,8 @@ def _gptq_scheme(settings: _Settings) -> Scheme:
     layout = settings.text("checkpoint_format", "format") or "gptq"
     if layout not in ("gptq", "gptq_v2") or settings.flag("is_marlin_format", False):
         return _whole(f"gptq as {layout}")
-    # A symmetric one stores zero points too.
-    bits, columns = settings.bits("bits", _GPTQ_BITS), settings.group_size()
-    return Scheme(layout, "gptq", bits, (1, columns), False, settings.flag("desc_act", False))
+    block, act_order = (1, settings.group_size()), settings.flag("desc_act", False)
+    return Scheme(layout, "gptq", settings.bits("bits", _GPTQ_BITS), block, settings.flag("sym", True), act_order)
 
 
 def _awq(settings: _Settings) -> list[SchemeGroup]:

@@ -23,7 +23,7 @@ class Scheme(NamedTuple):
     bits: int = 8
     # how many elements of the logical weight (rows, columns) share a scale; 0: all of them
     block: tuple[int, int] = (0, 0)
-    symmetric: bool = True  # whether there are no zero points
+    symmetric: bool = True  # whether there are no zero points; gptq stores them all the same
     act_order: bool = False  # whether an index says which group a column belongs to
     divides: bool = False  # whether the scale of the whole tensor divides (compressed-tensors' nvfp4)
 
