@@ -18,7 +18,8 @@ import numpy as np
 
 from reshard_mpi.engine.elements import Array, assign, convert
 from reshard_mpi.errors import SourceError
-from reshard_mpi.formats.dtypes import BY_NAME, FLOATS, DType, to_numpy
+from reshard_mpi.formats.dtypes import BY_NAME, FLOATS, to_numpy
+from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.quantization.weights import Companion, QuantizedWeight, Relation
 from reshard_mpi.sharding.box import Box
 
@@ -39,60 +40,75 @@ _FP4 = np.concatenate([_FP4, -_FP4])
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-def dequantized(weight: QuantizedWeight, box: Box, dtypes: Mapping[str, DType], read: Read) -> Array:
+def dequantized(weight: QuantizedWeight, box: Box, kinds: Mapping[str, TensorType], read: Read) -> Array:
     """Return elements of a logical weight, as a C-contiguous array of float32 in the shape of `box`.
 
     It takes up to twice their memory and some more.
 
     Args:
         box: in the coordinates of the logical weight, which has two dimensions or more.
-        dtypes: of all stored tensors.
+        kinds: of all stored tensors, whole.
         read: called once for each tensor and box that `stored_boxes` returns.
 
     Raises SourceError if what is stored contradicts the scheme.
     """
     if not box.size:
         return np.empty(box.shape, np.float32)
-    arrays = {name: np.ascontiguousarray(read(name, part)) for name, part in stored_boxes(weight, box).items()}
+    boxes = stored_boxes(weight, box, kinds)
+    stored = {name: _Stored(np.ascontiguousarray(read(name, part)), kinds[name]) for name, part in boxes.items()}
     with np.errstate(all="ignore"):
-        elements = _elements(weight, box, arrays[weight.stored], dtypes[weight.stored])
+        elements = _elements(weight, box, stored[weight.stored])
         groups = weight.companion("group_index") if weight.scheme.act_order else None
-        index = None if groups is None else arrays[groups.name].view(to_numpy(dtypes[groups.name]))
+        index = None if groups is None else stored[groups.name].typed
         zeros, scale = weight.companion("zeros"), weight.companion("scale")
         if zeros is not None:
-            grid = _zeros(weight, zeros, box, arrays[zeros.name], dtypes[zeros.name])
-            _apply(np.subtract, elements, grid, box, index)
+            _apply(np.subtract, elements, _zeros(weight, zeros, box, stored[zeros.name]), box, index)
         if scale is not None:
-            grid = _scales(weight, scale, arrays, dtypes)
-            _apply(np.multiply, elements, grid, box, index)
+            _apply(np.multiply, elements, _scales(weight, scale, stored), box, index)
     return elements
 
 
-def stored_boxes(weight: QuantizedWeight, box: Box) -> dict[str, Box]:
+def stored_boxes(weight: QuantizedWeight, box: Box, kinds: Mapping[str, TensorType]) -> dict[str, Box]:
     """Return, for each stored tensor that elements of a logical weight are computed from, the box that is needed.
 
     What is divided by the box's ends, a block or a word with several elements, is needed whole.
     """
-    scheme = weight.scheme
-    related = {weight.stored: (_stored(weight), _BLOCK_BYTES)}
+    related: dict[str, Sequence[Relation | None]] = {weight.stored: _stored_relations(weight)}
     for companion in weight.companions:
         if companion.role in _NEEDED:
-            whole = 1
-            if companion.role in ("scale", "zeros") and scheme.act_order and scheme.block[1]:
-                whole = -(-weight.shape[-1] // scheme.block[1])
-            related[companion.name] = (_logical(weight, companion), whole)
+            related[companion.name] = _relations(weight, companion, kinds[companion.name].shape)
     boxes = {}
-    for name, (relations, whole) in related.items():
-        spans = [(0, whole) if each is None else _span(each, box) for each in relations]
+    for name, relations in related.items():
+        shape = kinds[name].shape
+        spans = [(0, length) if each is None else _span(each, box) for each, length in zip(relations, shape)]
         boxes[name] = Box(tuple(low for low, _ in spans), tuple(high for _, high in spans))
     return boxes
+
+
+class _Stored(NamedTuple):
+    """A part of a stored tensor."""
+
+    raw: Array  # unsigned integers as wide as its elements
+    kind: TensorType  # of the whole tensor
+
+    @property
+    def typed(self) -> Array:
+        return self.raw.view(to_numpy(self.kind.dtype))
+
+    def floats(self) -> Array:
+        """Return its elements as float32."""
+        if self.kind.dtype not in FLOATS:
+            return self.typed.astype(np.float32)
+        values = np.empty(self.raw.shape, np.float32)
+        convert(self.raw.reshape(-1), self.kind.dtype, values.reshape(-1).view(np.uint32), _FLOAT32)
+        return values
 
 
 def _span(relation: Relation, box: Box) -> tuple[int, int]:
     return box.start[relation.dim] * relation.own // relation.step, relation.length(box.stop[relation.dim])
 
 
-def _stored(weight: QuantizedWeight) -> tuple[Relation | None, ...]:
+def _stored_relations(weight: QuantizedWeight) -> tuple[Relation | None, ...]:
     """Return how the dimensions of the stored weight belong to the logical weight's."""
     kind, bits, ndim = weight.scheme.kind, weight.scheme.bits, len(weight.shape)
     outer = tuple(Relation(dim, 1) for dim in range(ndim - 2))
@@ -115,42 +131,50 @@ def _is_transposed_mxfp4(weight: QuantizedWeight) -> bool:
     return weight.scheme.kind == "mxfp4" and len(weight.grain) > len(weight.shape)
 
 
-def _logical(weight: QuantizedWeight, companion: Companion) -> tuple[Relation | None, ...]:
-    """Return how the dimensions of a companion belong to the logical weight's."""
-    relations = []
-    for own in companion.dims:
-        stored = None if own is None else _stored(weight)[own.dim]
-        relations.append(stored and own and Relation(stored.dim, stored.step * own.step, stored.own * own.own))
-    return tuple(relations)
+def _relations(weight: QuantizedWeight, companion: Companion, shape: tuple[int, ...]) -> list[Relation | None]:
+    """Return how the dimensions of a companion belong to the logical weight's. shape: of the companion."""
+    scheme, relations = weight.scheme, list[Relation | None]()
+    for own, length in zip(companion.dims, shape, strict=True):
+        stored = None if own is None else _stored_relations(weight)[own.dim]
+        if own is not None and stored is not None:
+            relations.append(Relation(stored.dim, stored.step * own.step, stored.own * own.own))
+        elif length == 1 or (scheme.act_order and companion.role != "group_index"):
+            relations.append(None)
+        else:  # words that are filled up make it longer or shorter than it follows from the stored weight's length
+            columns = 1 if companion.role == "group_index" else scheme.block[1]
+            relations.append(Relation(len(weight.shape) - 1, columns))
+    return relations
 
 
-def _elements(weight: QuantizedWeight, box: Box, stored: Array, dtype: DType) -> Array:
+def _elements(weight: QuantizedWeight, box: Box, stored: _Stored) -> Array:
     """Return the elements of a box as float32 before they are scaled; whole numbers less their zero point if known."""
-    scheme = weight.scheme
+    scheme, raw = weight.scheme, stored.raw
     if scheme.kind in ("fp8", "int8"):
-        return _floats(stored, dtype)
+        return stored.floats()
     if _is_transposed_mxfp4(weight):
-        stored = stored.reshape(*stored.shape[:-2], -1)
-        return _unpacked_turned(stored, box.start[-2] % (2 * _BLOCK_BYTES), box.shape[-2], _FP4)
+        blocks = raw.reshape(*raw.shape[:-2], -1)
+        return _unpacked_turned(blocks, box.start[-2] % (2 * _BLOCK_BYTES), box.shape[-2], _FP4)
     if scheme.kind in ("mxfp4", "nvfp4"):
-        return _unpacked(stored, 4, box.start[-1] % 2 * 4, box.shape[-1], _FP4)
+        return _unpacked(raw, 4, box.start[-1] % 2 * 4, box.shape[-1], _FP4)
     zero = 0 if weight.companion("zeros") is not None else 1 << scheme.bits - 1
     numbers = np.arange(-zero, (1 << scheme.bits) - zero, dtype=np.float32)
     if scheme.kind == "awq":
-        return _unpacked_turned(_bytes_of(_in_order(stored)), box.start[-2] % 8, box.shape[-2], numbers)
-    words = stored.swapaxes(-1, -2) if scheme.kind == "gptq" else stored
+        return _unpacked_turned(_bytes_of(_in_order(raw)), box.start[-2] % 8, box.shape[-2], numbers)
+    words = raw.swapaxes(-1, -2) if scheme.kind == "gptq" else raw
     return _unpacked(_bytes_of(words), scheme.bits, box.start[-1] * scheme.bits % _WORD_BITS, box.shape[-1], numbers)
 
 
-def _zeros(weight: QuantizedWeight, zeros: Companion, box: Box, stored: Array, dtype: DType) -> _BlockGrid:
+def _zeros(weight: QuantizedWeight, zeros: Companion, box: Box, stored: _Stored) -> _BlockGrid:
     """Return the zero points of a box."""
-    scheme, relations = weight.scheme, list(_logical(weight, zeros))
-    if scheme.kind not in ("packed", "gptq", "awq"):
-        return _grid(weight, relations, _floats(stored, dtype))
+    scheme, relations = weight.scheme, _relations(weight, zeros, stored.kind.shape)
     rows = len(weight.shape) - 2  # which they are packed along
-    packed = next(axis for axis, each in enumerate(relations) if each is not None and each.dim == rows)
+    packed = next((axis for axis, each in enumerate(relations) if each is not None and each.dim == rows), None)
+    if scheme.kind not in ("packed", "gptq", "awq"):
+        return _grid(weight, relations, stored.floats())
+    if packed is None:  # one for all elements is stored as it is, while the elements are stored plus half their range
+        return _grid(weight, relations, stored.floats() + (1 << scheme.bits - 1))
     relations[packed] = Relation(rows, 1)
-    words = stored.swapaxes(packed, -1)
+    words = stored.raw.swapaxes(packed, -1)
     numbers = np.arange(1 << scheme.bits, dtype=np.float32)
     if scheme.kind == "awq":
         words = _in_order(words)
@@ -181,14 +205,17 @@ def _left_out(weight: QuantizedWeight, zeros: Companion, values: Array) -> int:
     )
 
 
-def _scales(
-    weight: QuantizedWeight, scale: Companion, arrays: Mapping[str, Array], dtypes: Mapping[str, DType]
-) -> _BlockGrid:
-    grid = _grid(weight, _logical(weight, scale), _scale_floats(arrays[scale.name], dtypes[scale.name]))
+def _scales(weight: QuantizedWeight, scale: Companion, stored: Mapping[str, _Stored]) -> _BlockGrid:
+    own = stored[scale.name]
+    # Of bytes each is an exponent of two (E8M0).
+    is_power = own.kind.dtype == _UINT8
+    values = np.ldexp(np.float32(1), own.raw.astype(np.int32) - _E8M0_BIAS) if is_power else own.floats()
+    grid = _grid(weight, _relations(weight, scale, own.kind.shape), values)
     whole = weight.companion("global_scale")
     if whole is None:
         return grid
-    by = _grid(weight, _logical(weight, whole), _floats(arrays[whole.name], dtypes[whole.name])).values
+    shared = stored[whole.name]
+    by = _grid(weight, _relations(weight, whole, shared.kind.shape), shared.floats()).values
     return grid._replace(values=grid.values / by if weight.scheme.divides else grid.values * by)
 
 
@@ -243,23 +270,6 @@ def _apply(operation: np.ufunc, elements: Array, grid: _BlockGrid, box: Box, ind
                 numbers = np.repeat(numbers, width, axis=1)[:, left % width :][:, : right - left]
             part = elements[outer][rows]
             operation(part, numbers, out=part)
-
-
-def _floats(stored: Array, dtype: DType) -> Array:
-    """Return elements as float32."""
-    if dtype not in FLOATS:
-        return stored.view(to_numpy(dtype)).astype(np.float32)
-    values = np.empty(stored.shape, np.float32)
-    convert(stored.reshape(-1), dtype, values.reshape(-1).view(np.uint32), _FLOAT32)
-    return values
-
-
-def _scale_floats(stored: Array, dtype: DType) -> Array:
-    """Return scales as float32; one of type uint8 is an exponent of two (E8M0)."""
-    if dtype != _UINT8:
-        return _floats(stored, dtype)
-    scales: Array = np.ldexp(np.float32(1), stored.astype(np.int32) - _E8M0_BIAS)
-    return scales
 
 
 def _in_order(words: Array) -> Array:

@@ -34,6 +34,7 @@ from reshard_mpi.engine.read import Stream
 from reshard_mpi.engine.tiles import with_space
 from reshard_mpi.formats.dtypes import BY_NAME, DType, to_numpy
 from reshard_mpi.formats.locations import ByteRange, Constant, Converted, Dequantized, LibraryRead, Reduced
+from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.planning.rank_plan import Copy, Limits, meeting
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides
@@ -302,17 +303,17 @@ def _dequantized(files: Files, copy: Copy, source: Dequantized, limits: Limits) 
     """Compute a copy of a quantized weight; yield its parts, with their elements."""
     from reshard_mpi.engine.dequantize import dequantized
 
-    dtypes = {name: tensor.spec.dtype for name, tensor in source.stored.items()}
+    kinds = {name: TensorType(own.spec.dtype, own.spec.box.shape) for name, own in source.stored.items()}
 
     def read(name: str, box: Box) -> Array:
-        elements = np.empty(box.shape, raw_dtype(dtypes[name]))
+        elements = np.empty(box.shape, raw_dtype(kinds[name].dtype))
         for part in meeting(source.stored[name].copies, box):
             gather(files, part, elements, box, limits)
         return elements
 
     for block in copy.region.blocks(max(1, _CONVERTED_BYTES // _FLOAT32.itemsize_bytes)):
         part = copy.taking(block)
-        yield part, dequantized(source.weight, part.region, dtypes, read)
+        yield part, dequantized(source.weight, part.region, kinds, read)
 
 
 def _read(source: LibraryRead, box: Box) -> Array:

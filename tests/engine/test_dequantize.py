@@ -25,6 +25,7 @@ from support.quantized import (
 
 from reshard_mpi.engine.dequantize import dequantized, stored_boxes
 from reshard_mpi.errors import SourceError
+from reshard_mpi.quantization.weights import Companion
 from reshard_mpi.sharding.box import Box
 
 FLOAT32 = np.dtype(np.float32)
@@ -52,7 +53,7 @@ def int8_samples(draw: st.DrawFn) -> Sample:
 
 @st.composite
 def packed_samples(draw: st.DrawFn) -> Sample:
-    group = draw(st.sampled_from([0, 8, 16]))
+    group = draw(st.sampled_from([0, 5, 8, 16]))
     act_order = bool(group) and draw(FLAGS)
     shape, bits = (draw(SIZES), draw(st.integers(1, 90))), draw(st.integers(2, 8))
     return packed(draw(SEEDS), shape, bits, group, draw(TYPES), draw(FLAGS), act_order)
@@ -116,8 +117,27 @@ def test_any_box_holds_what_the_scheme_says(
     sample = data.draw(samples())
     ends = [sorted(data.draw(st.tuples(*[st.integers(0, length)] * 2))) for length in sample.weight.shape]
     for box in (Box(tuple(low for low, _ in ends), tuple(high for _, high in ends)), Box.whole(sample.weight.shape)):
-        got = dequantized(sample.weight, box, sample.dtypes, sample.reader())
+        got = dequantized(sample.weight, box, sample.kinds, sample.reader())
         assert_equal(got, sample.whole[tuple(map(slice, box.start, box.stop))])
+
+
+def test_scales_and_zero_points_of_one_element() -> None:
+    """They are told apart by their dimensions, however many there are; a zero point of this kind is not packed."""
+    sample = packed(np.random.default_rng(4), (12, 40), 4, 0, FLOAT32)
+    numbers = np.rint(sample.whole / sample.tensors["w.weight_scale"])  # from -8 to 7
+    for ndim in (0, 1, 2):
+        scale, zero = np.full((1,) * ndim, 0.5, np.float32), np.array([-3], np.int8)
+        weight = sample.weight._replace(
+            scheme=sample.weight.scheme._replace(block=(0, 0), symmetric=False),
+            companions=(
+                Companion("scale", "w.weight_scale", (None,) * ndim),
+                Companion("zeros", "w.weight_zero_point", (None,)),
+            ),
+        )
+        tensors = {"w.weight_packed": sample.tensors["w.weight_packed"], "w.weight_scale": scale}
+        other = sample._replace(weight=weight, tensors={**tensors, "w.weight_zero_point": zero})
+        got = dequantized(weight, Box((3, 5), (7, 33)), other.kinds, other.reader())
+        assert_equal(got, (numbers[3:7, 5:33] + 3) * np.float32(0.5))
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -130,7 +150,7 @@ def test_both_forms_of_gptq_are_told_apart(symmetric: bool) -> None:
     if symmetric:
         both += [(first, second.weight), (second, first.weight)]
     for sample, weight in both:
-        got = dequantized(weight, Box.whole(weight.shape), sample.dtypes, sample.reader())
+        got = dequantized(weight, Box.whole(weight.shape), sample.kinds, sample.reader())
         assert_equal(got, sample.whole)
 
 
@@ -138,7 +158,7 @@ def test_zero_points_that_contradict_a_symmetric_scheme_are_refused() -> None:
     sample = gptq(np.random.default_rng(4), (32, 32), 4, 16, FLOAT32, symmetric=False)
     weight = sample.weight._replace(scheme=sample.weight.scheme._replace(symmetric=True))
     with pytest.raises(SourceError, match=r"w\.weight") as refused:
-        dequantized(weight, Box.whole(weight.shape), sample.dtypes, sample.reader())
+        dequantized(weight, Box.whole(weight.shape), sample.kinds, sample.reader())
     assert refused.value.where == "w.qzeros" and refused.value.got == "0 to 15"
 
 
@@ -214,6 +234,6 @@ NEEDED = [
 
 @pytest.mark.parametrize(("sample", "box", "expected"), NEEDED)
 def test_what_a_box_needs(sample: Sample, box: Box, expected: dict[str, Box]) -> None:
-    assert stored_boxes(sample.weight, box) == expected
-    got = dequantized(sample.weight, box, sample.dtypes, sample.reader())
+    assert stored_boxes(sample.weight, box, sample.kinds) == expected
+    got = dequantized(sample.weight, box, sample.kinds, sample.reader())
     assert_equal(got, sample.whole[tuple(map(slice, box.start, box.stop))])

@@ -40,7 +40,7 @@ def tensor(array: Any) -> Any:
 def assert_same(sample: Sample, theirs: Any) -> None:
     """Compare with the type that the scheme's own code gives, to which ours is rounded as every conversion does."""
     weight, dtype = sample.weight, BY_NAME[str(theirs.dtype).removeprefix("torch.")]
-    ours = dequantized(weight, Box.whole(weight.shape), sample.dtypes, sample.reader())
+    ours = dequantized(weight, Box.whole(weight.shape), sample.kinds, sample.reader())
     assert ours.shape == theirs.shape
     raw = np.empty(ours.size, f"u{dtype.itemsize_bytes}")
     convert(ours.reshape(-1).view(np.uint32), BY_NAME["float32"], raw, dtype)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from reshard_mpi.formats.dtypes import BY_NAME, DType
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.quantization.weights import Companion, QuantizedWeight, Relation, Scheme
 from reshard_mpi.sharding.box import Box
 
@@ -31,8 +32,8 @@ class Sample(NamedTuple):
     whole: Array  # the logical weight, float32
 
     @property
-    def dtypes(self) -> dict[str, DType]:
-        return {name: BY_NAME[array.dtype.name] for name, array in self.tensors.items()}
+    def kinds(self) -> dict[str, TensorType]:
+        return {name: TensorType(BY_NAME[array.dtype.name], array.shape) for name, array in self.tensors.items()}
 
     def reader(self) -> Callable[[str, Box], Array]:
         """Return what reads boxes of the stored tensors, each once, and none that reach out of them."""
@@ -218,8 +219,9 @@ def nvfp4(draw: np.random.Generator, shape: tuple[int, ...], divides: bool) -> S
     companions = [
         Companion("scale", "w.weight_scale", byte_relations(shape, 16)),
         Companion("global_scale", names[1], (None,) if divides else ()),
-        Companion("input_scale", "w.input_scale", ()),
+        Companion("carried", "w.input_scale", ()),
     ]
+    tensors["w.input_scale"] = np.float32(7).reshape(())
     scheme = Scheme("nvfp4", "nvfp4", 4, (1, 16), divides=divides)
     return of(scheme, names[0], shape, tensors, each(shape, value), companions)
 
@@ -239,6 +241,17 @@ def of(
     whole: Array,
     companions: list[Companion],
 ) -> Sample:
+    """Make a sample. A companion that is not as long as a relation says, for its words are filled up, has none."""
+    lengths = tensors[stored].shape
+    companions = [
+        each._replace(
+            dims=tuple(
+                None if own is None or own.length(lengths[own.dim]) != length else own
+                for own, length in zip(each.dims, tensors[each.name].shape)
+            )
+        )
+        for each in companions
+    ]
     weight = QuantizedWeight("w.weight", stored, shape, scheme, (1,) * len(shape), tuple(companions))
     return Sample(weight, tensors, whole)
 
