@@ -207,7 +207,7 @@ def mxfp4(draw: np.random.Generator, shape: tuple[int, ...]) -> Sample:
 def nvfp4(draw: np.random.Generator, shape: tuple[int, ...], divides: bool) -> Sample:
     numbers = draw.integers(0, 16, shape)
     shared = draw.integers(1, 0x7F, grid_shape(shape, (1, 16)), np.uint8).view(E4M3)
-    whole_scale = np.abs(draw.normal(3, 1, (1,) if divides else ())).astype(np.float32)
+    whole_scale = np.asarray(np.abs(draw.normal(3, 1, (1,) if divides else ())), np.float32)
     by = whole_scale.reshape(-1)[0]
 
     def value(*at: int) -> np.float32:
@@ -221,7 +221,7 @@ def nvfp4(draw: np.random.Generator, shape: tuple[int, ...], divides: bool) -> S
         Companion("global_scale", names[1], (None,) if divides else ()),
         Companion("carried", "w.input_scale", ()),
     ]
-    tensors["w.input_scale"] = np.float32(7).reshape(())
+    tensors["w.input_scale"] = np.array(7, np.float32)
     scheme = Scheme("nvfp4", "nvfp4", 4, (1, 16), divides=divides)
     return of(scheme, names[0], shape, tensors, each(shape, value), companions)
 
