@@ -18,6 +18,7 @@ from benchmarks import (
     megatron,
     opening,
     planning,
+    quantized,
     scaling,
     startup,
     tensors,
@@ -25,7 +26,7 @@ from benchmarks import (
 )
 from benchmarks.plot import draw, lacks_matplotlib
 from benchmarks.results import Results
-from benchmarks.targets import LARGE_MB, SMALL_MB
+from benchmarks.targets import LARGE_MB, QUANTIZED_MB, SMALL_MB
 from benchmarks.workplace import NoRoomError
 
 _INTERRUPTED = 130
@@ -94,6 +95,10 @@ Takes weights of Megatron's torch_dist to a Hugging Face folder beside torch's d
 tensor parallelism 2 and 2 stages out of its buckets (dp_reshardable) into the form that any layout loads, beside `cp`
 of what was written; then opens a checkpoint with a very long index.
 """
+_QUANTIZED = """\
+Makes bfloat16 of a Hugging Face folder of fp8 with a scale for each block of 128 x 128, beside torch doing so file by
+file and tensor by tensor: `load_file`, multiply in float32, `save_file`. Time, CPU time and memory.
+"""
 _AUDIT = """\
 Compares two files in numbers (diff --values), where all elements differ and where none does, beside `cmp` of two files
 that are the same. Then audits a checkpoint of two files in fp32, and in bf16, each beside `sha256sum` of the files by
@@ -149,6 +154,7 @@ def parser() -> argparse.ArgumentParser:
     _add_open(_command(commands, "open", "checkpoints that are read where they are", _OPEN))
     _add_deepspeed(_command(commands, "deepspeed", "ZeRO's checkpoints beside DeepSpeed's scripts", _DEEPSPEED))
     _add_megatron(_command(commands, "megatron", "Megatron-Core's checkpoints", _MEGATRON))
+    _add_quantized(_command(commands, "quantized", "quantized checkpoints dequantized", _QUANTIZED))
     _add_audit(_command(commands, "audit", "checkpoints compared in numbers, and audited", _AUDIT))
     return whole
 
@@ -330,6 +336,15 @@ def _add_megatron(parser: argparse.ArgumentParser) -> None:
         run=lambda options: megatron.measure(
             options.megabytes, options.items, options.pairs, options.folder, options.torch
         )
+    )
+
+
+def _add_quantized(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--megabytes", type=_positive, default=QUANTIZED_MB, metavar="N", help="(default: %(default)s)")
+    text = "interpreter that has torch and safetensors (default: this one)"
+    parser.add_argument("--torch", default=sys.executable, metavar="PYTHON", help=text)
+    parser.set_defaults(
+        run=lambda options: quantized.measure(options.megabytes, options.pairs, options.folder, options.torch)
     )
 
 

@@ -11,6 +11,7 @@ MIB = 1 << 20
 SMALL_MB = 735
 LARGE_MB = 4295  # 4 GiB
 COLUMNS_MB = 2400
+QUANTIZED_MB = 2000
 
 
 class Figure(Enum):
@@ -163,6 +164,11 @@ TARGETS = {
     "megatron.memory": Target(Figure.PEAK, 200 * MIB),
     "megatron.items": Target(Figure.SECONDS, 5.0),
     "megatron.items.memory": Target(Figure.PEAK, 300 * MIB),
+    # quantized
+    "quantized.fp8": Target(Figure.FASTER, 2, QUANTIZED_MB),
+    "quantized.fp8.cpu": Target(Figure.FASTER),
+    "quantized.fp8.memory": Target(Figure.SMALLER, 10, QUANTIZED_MB),
+    "quantized.memory": Target(Figure.PEAK, 200 * MIB),
     # start-up
     "startup.help": Target(Figure.SECONDS, 0.15),
     "startup.import": Target(Figure.SECONDS),

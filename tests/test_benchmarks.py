@@ -21,7 +21,7 @@ from support.processes import clean_environment, run_command
 
 sys.path.append(str(Path(__file__).parent.parent))  # benchmarks are part of the checkout, not of what is installed
 
-from benchmarks import checkpoint, deepspeed, megatron, network, xfs
+from benchmarks import checkpoint, deepspeed, megatron, network, quantized, xfs
 from benchmarks.__main__ import main
 from benchmarks.interleave import Comparison, interleave
 from benchmarks.interpreters import lacks
@@ -139,6 +139,17 @@ class TestCommands:
     @pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")
     def test_megatron_beside_torch(self, tmp_path: Path) -> None:
         rows = run_benchmark(tmp_path, "megatron", "--megabytes", "10", "--items", "1000", "--pairs", "1")
+        assert {key: row["skipped"] for key, row in rows.items() if row["skipped"]} == {}
+
+    def test_quantized(self, tmp_path: Path, bare_interpreter: Path) -> None:
+        """Where torch is not, nothing is written that could be read."""
+        rows = {row.key: row for row in quantized.measure(1, 1, tmp_path, str(bare_interpreter)).rows}
+        assert set(rows) == keys("quantized.")
+        assert all(row.skipped is not None for row in rows.values())
+
+    @pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")
+    def test_quantized_beside_torch(self, tmp_path: Path) -> None:
+        rows = run_benchmark(tmp_path, "quantized", "--megabytes", "1", "--pairs", "1")
         assert {key: row["skipped"] for key, row in rows.items() if row["skipped"]} == {}
 
     def test_maps(self, tmp_path: Path) -> None:
