@@ -27,12 +27,12 @@ from reshard_mpi.sharding.strides import Strides
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# Elements converted at a time: their memory stays in the processor's second cache. Nothing else is needed to make
-# bfloat16 of float32.
-_BLOCK, _BLOCK_TO_BFLOAT16 = 1 << 15, 1 << 17
+# Elements converted at a time: their memory stays in the processor's second cache. `_ALONE`: types that need no other.
+_BLOCK, _BLOCK_ALONE = 1 << 15, 1 << 17
 
 _FLOAT64, _FLOAT32, _FLOAT16 = BY_NAME["float64"], BY_NAME["float32"], BY_NAME["float16"]
 _BFLOAT16, _E4M3, _E5M2 = BY_NAME["bfloat16"], BY_NAME["float8_e4m3fn"], BY_NAME["float8_e5m2"]
+_ALONE = ((_FLOAT32, _BFLOAT16), (_E4M3, _FLOAT32))
 _TINY = np.array([1e-40])
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -84,7 +84,7 @@ def convert(source: Array, stored: DType, out: Array, dtype: DType) -> int:
         out[...] = source
         return 0
     convert_block = _by_table if stored.itemsize_bytes <= 2 and dtype.itemsize_bytes <= 2 else _by_float32
-    most_elements = _BLOCK_TO_BFLOAT16 if (stored, dtype) == (_FLOAT32, _BFLOAT16) else _BLOCK
+    most_elements = _BLOCK_ALONE if (stored, dtype) in _ALONE else _BLOCK
     require_tiny_numbers()
     too_large = 0
     with np.errstate(all="ignore"):

@@ -141,7 +141,7 @@ def test_the_same_type_keeps_every_bit(name: str) -> None:
 @pytest.mark.parametrize("length", few(3, [4, 0, 5, 1, 3, 8, 9]))
 def test_blocks_of_any_length(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     monkeypatch.setattr(floats, "_BLOCK", 4)
-    monkeypatch.setattr(floats, "_BLOCK_TO_BFLOAT16", 4)
+    monkeypatch.setattr(floats, "_BLOCK_ALONE", 4)
     elements = around_boundaries("float32")[-length:] if length else np.empty(0, np.uint32)
     for target in ("float64", "float16", "bfloat16", "float8_e4m3fn"):
         check(elements, "float32", target)
