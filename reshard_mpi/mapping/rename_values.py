@@ -88,7 +88,7 @@ def renamed(
     _move_values(root, values, new_name_of)
     _rename_modules(root, names)
     _rename_listed(root, new_names_of(parameters))
-    _remove_emptied(root, "", names)
+    _remove_emptied(root, "", names, [f"{each.path}{STATE_KEY}." for each, _ in known])
     return NewNest(written(root, None if order is None else tensors), unknown, known, left_behind)
 
 
@@ -283,18 +283,21 @@ def without_emptied(nest: str, training: Training, tensors: Iterable[str], left:
     return written(root, None if order is None else decoded(order)) if is_changed else nest
 
 
-def _remove_emptied(node: Any, path: str, names: Sequence[tuple[str, str]]) -> None:
+def _remove_emptied(node: Any, path: str, names: Sequence[tuple[str, str]], apart: Collection[str]) -> None:
     """Remove such dictionaries from a part of a nest.
 
     Args:
         path: what names of tensors in it begin with.
         names: as of `new_names_of`.
+        apart: paths of parts that have new dictionaries.
     """
     entries = entries_of(node) or []
     for entry in [entry for entry in entries if len(entry) == 2]:
         begin = f"{path}{entry[0]}."
+        if begin in apart:
+            continue
         if entries_of(entry[1]) != []:
-            _remove_emptied(entry[1], begin, names)
+            _remove_emptied(entry[1], begin, names, apart)
             continue
         own = names_below(names, begin)
         are_below = [name.startswith(begin) for _, name in own]

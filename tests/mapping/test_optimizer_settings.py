@@ -454,6 +454,24 @@ def test_a_parameter_that_is_left_out_is_in_no_group(tmp_path: Path, form: str, 
         assert [group["params"] for group in optimizer["param_groups"]] == [["new.w"], []]
 
 
+@pytest.mark.parametrize("form", ["numbers", "names"])
+def test_a_parameter_gets_the_name_of_a_module_whose_others_go_elsewhere(tmp_path: Path, form: str) -> None:
+    """Its state is tensors alone, and lies in a dictionary of its own."""
+    names = ["a.b", "a.c"]
+    keys = [0, 1] if form == "numbers" else names
+    state = {key: {"exp_avg": tensor(10 + at), "exp_avg_sq": tensor(20 + at)} for at, key in enumerate(keys)}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.5, "params": keys, "param_names": names}]}
+    torch_peer.save(tmp_path / "x.pt", {"model": {name: tensor(0) for name in names}, "optimizer": optimizer})
+    begin = "model." if form == "numbers" else ""  # the names below `model.` go for a whole training by names
+    pairs = [(f"{begin}a.c", f"{begin}a"), (f"{begin}a.b", f"{begin}x")]
+    (tmp_path / "map.toml").write_text("".join(f'[[map]]\neq = "{old} <=> {new}"\n' for old, new in pairs))
+    how: dict[str, Any] = {"to": "torch", "map": tmp_path / "map.toml", "forward": True}
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", **how)
+    made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optimizer"]["state"]
+    found = {name: {kind: value_of(moment) for kind, moment in moments.items()} for name, moments in made.items()}
+    assert found == {"a": {"exp_avg": 11, "exp_avg_sq": 21}, "x": {"exp_avg": 10, "exp_avg_sq": 20}}
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("excluded", "left"), [("model.b.w", ["a.w"]), ("optim.state.b.w.*", ["a.w", "b.w"])])
 def test_without_a_map_a_parameter_that_is_left_out_is_in_no_group_by_names(
