@@ -119,7 +119,6 @@ def owners_in_part(shapes: Mapping[str, tuple[int, ...]], told: Mapping[str, str
     for name in parameters:
         longest = next((end for end in ends_of(name) if end in used), "")
         by_end.setdefault(longest, []).append(name)
-    below_keys = [name for name in parameters if "." in name]
     owner_of: dict[str, str] = {}
     in_doubt: dict[str, str] = {}
     for name, (end, affixes) in parted_of.items():
@@ -127,23 +126,33 @@ def owners_in_part(shapes: Mapping[str, tuple[int, ...]], told: Mapping[str, str
         if len(owners_by_end) != 1 or not has_shape_of(name, by_optimizer or owners_by_end[0], shapes):
             continue
         begin = owners_by_end[0].removesuffix(end)
-        if by_optimizer is not None or _is_beside_model(affixes, begin):
+        before, behind = parts_of(affixes.before), parts_of(affixes.behind)
+        if by_optimizer is not None or _is_beside_model(before, behind, begin):
             owner_of[name] = by_optimizer or owners_by_end[0]
-        elif all(other.startswith(begin) for other in below_keys):
+        elif may_be_state(before, behind, begin, parameters):
             in_doubt[name] = owners_by_end[0]
     return OwnersInPart(owner_of, in_doubt)
 
 
-def _is_beside_model(state: NameAffixes, begin: str) -> bool:
-    """Tell whether names of state are an optimizer's, and no module's: `adam_m.w`, or `ema.w` beside `model.w`.
+def may_be_state(before: Sequence[str], behind: Sequence[str], begin: str, others: Iterable[str]) -> bool:
+    """Tell whether a tensor is state of a parameter rather than of a module called `state`, `ema` or the like.
+
+    State lies beside the model: `adam_m.w`, `ema.w` with `model.w`. If all names begin alike, that may be the model's
+    key, whatever it is called.
 
     Args:
-        begin: what the parameter's name has before the part that both have.
+        before, behind: the parts of its name around a part of the parameter's.
+        begin: what is before that in the parameter's name.
+        others: the names of all tensors that are not named as state is.
     """
-    words = STATE_WORDS.intersection((*parts_of(state.before), *parts_of(state.behind)))
+    is_beside = _is_beside_model(before, behind, begin)
+    return is_beside or all(name.startswith(begin) for name in others if "." in name)
+
+
+def _is_beside_model(before: Sequence[str], behind: Sequence[str], begin: str) -> bool:
     first, _, keys = begin.removesuffix(".").partition(".")
-    is_beside = not state.before.startswith(f"{first}.") and (keys or first).rpartition(".")[2] in OF_MODEL
-    return is_beside or not words <= MODULE_WORDS
+    is_beside = first not in before[:1] and (keys or first).rpartition(".")[2] in OF_MODEL
+    return is_beside or not STATE_WORDS.intersection((*before, *behind)) <= MODULE_WORDS
 
 
 def _told(name: str, told: Mapping[str, str], shapes: Container[str]) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -27,6 +27,7 @@ from reshard_mpi.mapping.state_owners import (
     ends_of,
     is_behind_parameter,
     is_named_like_state,
+    may_be_state,
     parted_anywhere,
     with_state,
 )
@@ -81,7 +82,7 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
                 where=match_of[whole].rule.where,
                 remedy="write equations for such state, or leave it out with --exclude",
             )
-        for parameter, match, is_of_torch, is_renamed in _named_in_part(name, parameters, ends):
+        for parameter, match, is_of_torch, is_renamed in _named_in_part(name, parameters, ends, others):
             shape = inventory[name].shape
             if inventory[parameter].shape == shape or (is_of_torch and (is_renamed or prod(shape) != 1)):
                 raise MapError(
@@ -180,7 +181,7 @@ def _byends_of_names(taken: Iterable[Match]) -> Mapping[str, Sequence[tuple[str,
 
 
 def _named_in_part(
-    name: str, parameters: Mapping[str, Sequence[tuple[str, Match]]], ends: Container[str]
+    name: str, parameters: Mapping[str, Sequence[tuple[str, Match]]], ends: Container[str], others: Collection[str]
 ) -> Iterator[tuple[str, Match, bool, bool]]:
     """Yield the parameters whose names end in some consecutive parts of a name of state, and what takes them.
 
@@ -189,17 +190,19 @@ def _named_in_part(
 
     Args:
         ends: of names of tensors that stay; their state may stay as well.
+        others: the names of all tensors that are not named as state is.
     """
     parts = parts_of(name)
     for length in range(len(parts) - 1, 0, -1):
         for start in range(len(parts) - length + 1 - is_behind_parameter(parts, length)):
-            rest = (*parts[:start], *parts[start + length :])
+            before, behind = parts[:start], parts[start + length :]
             end = ".".join(parts[start : start + length])
             taken = [each for each in parameters.get(end, ()) if each[0] != name]
-            if taken and not STATE_WORDS.isdisjoint(rest):
+            if taken and not STATE_WORDS.isdisjoint((*before, *behind)):
                 for parameter, match in taken:
-                    is_kept = any(f".{target}".endswith(f".{end}") for target in match.targets.values())
-                    yield parameter, match, parts[start - 1 : start] in (("state",), ("param_groups",)), not is_kept
+                    if may_be_state(before, behind, parameter.removesuffix(end), others):
+                        is_kept = any(f".{target}".endswith(f".{end}") for target in match.targets.values())
+                        yield parameter, match, before[-1:] in (("state",), ("param_groups",)), not is_kept
             elif end in ends:
                 return
 

@@ -413,6 +413,19 @@ def test_tensors_that_are_like_no_state_of_a_parameter_stay(tmp_path: Path) -> N
     assert_held(tmp_path / "dst", {"net.w": tensors["model.layers.0.w"].T[None], **kept})
 
 
+@pytest.mark.parametrize("name", ["state.0.weight", "state.weight", "ema.weight"])
+@pytest.mark.parametrize("begin", ["", "model."])
+def test_a_module_that_is_called_as_state_is_stays_where_an_equation_turns_another(
+    tmp_path: Path, begin: str, name: str
+) -> None:
+    own = f"{begin}fc.weight"
+    tensors: Tensors = {own: floats(3, 3), f"{begin}{name}": floats(3, 3, first=9), f"{begin}norm.bias": floats(3)}
+    how: dict[str, Any] = {"map": f"{own} [o i] <=> {begin}proj.kernel [i o]", "forward": True}
+    reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", **how)
+    kept = {other: array for other, array in tensors.items() if other != own}
+    assert_held(tmp_path / "dst", {f"{begin}proj.kernel": tensors[own].T, **kept})
+
+
 def test_state_of_a_parameter_that_stays_or_gets_another_type_alone_stays(tmp_path: Path) -> None:
     tensors: Tensors = {"model.q.w": floats(2, 3), "model.k.w": floats(2, 3, first=10)}
     tensors |= {f"optim.state.{name}.w.exp_avg": floats(2, 3, first=20) for name in ("q", "k")}
