@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -12,6 +13,7 @@ import math
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -34,6 +36,7 @@ RANKS_FOLDER = Path(__file__).parent / "ranks"
 IN_MEMORY = Path("/dev/shm")
 _ROOM_BYTES = 2 << 30  # many times what the quick part takes
 _NAMED_LENGTH = 60  # of a text in the name of a case
+_PROCESSES = 6  # that test in the whole suite: many tests wait for other processes most of the time
 _FAST = "RESHARD_MPI_TEST_FAST_FOLDER"
 _MEMORY = pytest.StashKey[Path]()  # of a run of the whole suite: its folder in memory
 _PLACE = pytest.StashKey[Path | None]()  # of a test: where its files are, if not where pytest has them
@@ -49,7 +52,18 @@ settings.register_profile("quick", settings.get_profile(_PROFILE), max_examples=
 settings.load_profile(_PROFILE)
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return how many processes test. The quick part computes, and each process has all tests to collect first."""
+    return min(_PROCESSES, (os.cpu_count() or 1) + 1) if _is_quick(config) else _PROCESSES
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    # Else every process that a test starts would compile all of the package again, which takes as long as what it does.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    _compile_new_checkout(config)
+    # Thousands of tests stay until the end: who looks through them for garbage again and again finds none.
+    gc.set_threshold(50_000)
     _keep_files_in_memory(config)
     if _is_quick(config):
         settings.load_profile("quick")
@@ -57,9 +71,6 @@ def pytest_configure(config: pytest.Config) -> None:
         # are made once; who ends first takes from the other.
         config.option.dist = "worksteal" if config.getoption("dist", "no") != "no" else "no"
         config.option.loadgroup = False  # else names of tests end in their groups
-    # Else every process that a test starts would compile all of the package again, which takes as long as what it does.
-    sys.dont_write_bytecode = False
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # Else whatever loads numpy starts threads for linear algebra, which nobody does here. A test that runs the command
     # line in its own process sets this too, so it would depend on the order of tests.
     os.environ.update(ONE_THREAD)
@@ -71,6 +82,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _is_quick(config: pytest.Config) -> bool:
     return config.option.markexpr == "not slow"
+
+
+def _compile_new_checkout(config: pytest.Config) -> None:
+    """Compile all tests where nobody has yet: else each of the processes that test does, all at the same time."""
+    modules = sorted(Path(TESTS_FOLDER).rglob("test_*.py"))
+    is_new = not any(Path(TESTS_FOLDER, "__pycache__").glob("test_*.pyc"))
+    if is_new and config.option.numprocesses and not config.option.file_or_dir:
+        collecting = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n0"]
+        halves = [
+            subprocess.Popen([*collecting, *half], cwd=config.rootpath, stdout=subprocess.DEVNULL)
+            for half in (modules[::2], modules[1::2])
+        ]
+        for half in halves:
+            half.wait()
 
 
 def _keep_files_in_memory(config: pytest.Config) -> None:
@@ -108,6 +133,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     item.stash[_PLACE] = place = None if _needs_disk(item) else memory
     if memory is not None:
         tempfile.tempdir = place and str(place)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
