@@ -56,8 +56,7 @@ def with_quantization(source: SourceCheckpoint) -> SourceCheckpoint:
     shards = [manifest for rank in sorted(source.files.by_rank) if (manifest := source.find(rank)) is not None]
     kinds = _kinds_of_parts(shards)
     stated = _StatedShapes(shards)
-    in_parts = source.strategy.world_size > 1
-    of_parts = quantized_weights(content, kinds, where, stated.of, in_parts=in_parts)
+    of_parts = quantized_weights(content, kinds, where, stated.of)
     if not of_parts:
         return source
     text = json.dumps(content, separators=(",", ":"), sort_keys=True)
@@ -127,14 +126,12 @@ def _kinds_of_parts(shards: list[Manifest]) -> dict[str, TensorType]:
     for manifest in shards:
         for name in manifest.tensors:
             if name not in kinds:
-                kinds[name] = manifest.tensors.kind_named(name)
+                kinds[name] = manifest.tensors.kind_named(name).unplaced
     return kinds
 
 
 def _whole_shape(source: SourceCheckpoint, name: str, kind: TensorType) -> tuple[int, ...]:
     """Return the shape of a whole tensor of which ranks hold parts. Raises LayoutError if the parts do not tell it."""
-    if kind.global_shape is not None:
-        return kind.global_shape
     placements = source.strategy.find(name)
     parts = {}
     for rank in sorted(source.files.by_rank):
@@ -143,7 +140,10 @@ def _whole_shape(source: SourceCheckpoint, name: str, kind: TensorType) -> tuple
             near = next((each for each in placements if source.strategy.stage_of(rank) in each.stages), None)
             if near is None:
                 return kind.shape  # no strategy places it: it is whole on every rank
-            parts[rank] = manifest.tensors.kind_named(name).shape
+            own = manifest.tensors.kind_named(name)
+            if own.global_shape is not None:
+                return own.global_shape
+            parts[rank] = own.shape
             if not near.ceil:
                 return whole_shape_of_parts(near, parts)
     return whole_shape_of_parts(placements[0], parts)

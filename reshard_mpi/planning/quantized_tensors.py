@@ -87,7 +87,11 @@ def with_piece_shapes(plan: RankPlan, weights: Mapping[str, StoredWeight], *, is
         for (kind, shape), names in groups.items()
     ]
     gone = {name for group in made for name in group.names}
-    return plan._replace(tensors=_replaced(plan.tensors, gone, made, plan.tensors.specs.names))
+    alike = (group._replace(names=tuple(name for name in group.names if name not in gone)) for group in plan.alike)
+    return plan._replace(
+        tensors=_replaced(plan.tensors, gone, made, plan.tensors.specs.names),
+        alike=tuple(group for group in alike if group.names),
+    )
 
 
 def _piece_shape(stored: StoredWeight, box: Box) -> tuple[int, int]:

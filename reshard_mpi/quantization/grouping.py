@@ -30,8 +30,6 @@ def quantized_weights(
     kinds: Mapping[str, TensorType],
     where: str,
     stated_shape: Callable[[str], tuple[int, ...] | None],
-    *,
-    in_parts: bool = False,
 ) -> tuple[QuantizedWeight, ...]:
     """Group the tensors of a checkpoint into quantized weights, in the order of the checkpoint.
 
@@ -40,8 +38,6 @@ def quantized_weights(
         kinds: of all its tensors, with their whole shapes, or all with the shapes of one rank's parts.
         where: the configuration, for messages.
         stated_shape: returns the values of a `weight_shape` tensor, None if they are not known.
-        in_parts: whether the shapes are of the parts that a rank holds. It may have groups of columns that it does not
-            hold, if these are in any order.
 
     Raises StrategyError if the configuration says something impossible, SourceError if it contradicts the checkpoint,
     or if a weight has no scale, or a scale no weight.
@@ -65,7 +61,7 @@ def quantized_weights(
             *((role, tensors.shape(each)) for role, each in found.names.items()),
         )
         if key not in fits:
-            fits[key] = tensors.fitted(found, stated, in_parts)
+            fits[key] = tensors.fitted(found, stated)
         shape, grain, dims = fits[key]
         companions = [Companion(role, each, dims[role]) for role, each in found.names.items()]
         for each in carried.get(found.prefix, ()):
@@ -165,11 +161,11 @@ class _Tensors(NamedTuple):
                 expected = f"{_any_of(part)} ({scheme.name})"
                 raise self.contradiction(weight, f"the type of {names[part.role]}", expected, dtype)
 
-    def fitted(self, found: _NamedWeight, stated: tuple[int, ...] | None, in_parts: bool) -> Fit:
+    def fitted(self, found: _NamedWeight, stated: tuple[int, ...] | None) -> Fit:
         """Return how the tensors of a weight belong together. Raises SourceError if the shape of one contradicts."""
         stored, shapes = self.shape(found.name), {role: self.shape(name) for role, name in found.names.items()}
         try:
-            return fit(layout_of(found.scheme), stored, shapes, stated, in_parts=in_parts)
+            return fit(layout_of(found.scheme), stored, shapes, stated)
         except Misfit as misfit:
             name, beside = found.names.get(misfit.role, found.name), f" beside {found.name} {list(stored)}"
             got, expected = f"{list(self.shape(name))}", f"{misfit.expected} ({_told(found.scheme)})"

@@ -66,14 +66,15 @@ def layout_of(scheme: Scheme) -> SchemeLayout:
             if scheme.kind == "gptq"
             else (StoredAxis(COLUMNS), StoredAxis(ROWS, packed))
         )
+        groups = by_columns or (StoredAxis(None),)  # one for all columns
         parts = [
-            SchemePart("scale", ("scales",), FLOATS, (*by_columns, *by_rows)),
+            SchemePart("scale", ("scales",), FLOATS, (*groups, *by_rows)),
             # gptq stores the zero points of symmetric weights too
             SchemePart(
                 "zeros",
                 ("qzeros",),
                 _WORDS,
-                (*by_columns, StoredAxis(ROWS, packed)),
+                (*groups, StoredAxis(ROWS, packed)),
                 zeros_required or scheme.kind == "gptq",
             ),
         ]
@@ -148,8 +149,6 @@ def fit(
     stored: tuple[int, ...],
     shapes: Mapping[str, tuple[int, ...]],
     stated: Sequence[int] | None,
-    *,
-    in_parts: bool,
 ) -> Fit:
     """Return how the tensors of a weight belong together.
 
@@ -157,7 +156,6 @@ def fit(
         stored: the shape of the tensor that holds the elements.
         shapes: those of its companions, by role.
         stated: the shape of the logical weight, if a tensor of the checkpoint says it.
-        in_parts: whether these are shapes of one part of the weight, as ranks hold them.
 
     Raises Misfit if a shape is not what it must be.
     """
@@ -179,7 +177,7 @@ def fit(
     dims = {}
     for part in (part for part in layout.parts if part.role in shapes):
         shape = shapes[part.role]
-        relations = _relations(part, shape, experts, axes, lengths, in_parts)
+        relations = _relations(part, shape, experts, axes, lengths)
         for number, (relation, length) in enumerate(zip(relations, shape)):
             # Where words are filled up beyond the last group, no place in one follows from that in the other.
             if relation is not None and relation.length(stored[relation.dim]) != length:
@@ -221,34 +219,37 @@ def _relations(
     experts: tuple[int, ...],
     axes: Sequence[StoredAxis],
     lengths: tuple[int, int],
-    in_parts: bool,
 ) -> list[Relation | None]:
     """Return how a companion's dimensions belong to the stored weight's. Raises Misfit if one does not."""
     if part.role == "shape":
         return [None] * len(shape)
-    ahead = [(length, Relation(number, 1)) for number, length in enumerate(experts)]
-    behind: list[tuple[int, Relation | None]] = []
+    ahead = [(length, Relation(number, 1), False) for number, length in enumerate(experts)]
+    behind: list[tuple[int, Relation | None, bool]] = []
     for axis in part.axes:
-        assert axis.of is not None
+        if axis.of is None:
+            behind.append((int(axis.ratio), None, False))
+            continue
         dim = next(number for number, each in enumerate(axes) if each.of == axis.of)
         ratio = axis.ratio / axes[dim].ratio
         relation = Relation(len(experts) + dim, ratio.denominator, ratio.numerator) if axis.tied else None
-        behind.append((math.ceil(lengths[axis.of] * axis.ratio), relation))
+        behind.append((math.ceil(lengths[axis.of] * axis.ratio), relation, not axis.tied))
     # One for all experts is possible where it is one for all elements, or what is only carried.
     for wanted in ([*ahead, *behind], behind) if not part.axes or part.role == "carried" else ([*ahead, *behind],):
         relations: list[Relation | None] = []
         remaining = list(wanted)
         for length in shape:
-            # A part has all groups, also of columns that it does not have, where an index tells the groups.
-            if remaining and (length == remaining[0][0] or (in_parts and remaining[0][1] is None)):
-                relations.append(remaining.pop(0)[1])
+            # Where an index tells the groups, a part has all of them, also those of columns that it does not have.
+            wanted_length, relation, has_others = remaining[0] if remaining else (0, None, False)
+            if remaining and (length == wanted_length or (has_others and length > wanted_length)):
+                relations.append(relation)
+                del remaining[0]
             elif length == 1:
                 relations.append(None)
             else:
                 break
         if len(relations) == len(shape) and not remaining:
             return relations
-    expected = [length for length, _ in (*ahead, *behind)]
+    expected = [length for length, *_ in (*ahead, *behind)]
     sizes = [_axis_name(axis) for axis in part.axes]
     scaled = f" ({', '.join(sizes)})" if sizes else ""
     raise Misfit(part.role, f"{expected}{scaled} for {list(lengths)} rows and columns of the weight")

@@ -50,6 +50,12 @@ class QuantizedWeights:
         every = (stored.weight for stored in self.weights.values())
         return {companion.name: weight for weight in every for companion in weight.companions}
 
+    @cached_property
+    def shapes(self) -> frozenset[str]:
+        """The names of the tensors that state the shapes of weights, so that each rank has its own of them."""
+        every = (stored.weight.companion("shape") for stored in self.weights.values())
+        return frozenset(each.name for each in every if each is not None)
+
     def placing(self, strategy: Strategy, side: str, *, is_global: bool = False) -> Strategy:
         """Return a strategy that also lists all companions, as it places their weights.
 

@@ -280,9 +280,11 @@ class Conversion:
             )
         if self.policy.replicas is Replicas.ANY:
             return NO_DRIFT
+        quantization = self.source.quantization
+        own = frozenset[str]() if quantization is None else quantization.shapes
         drift = drifted_tensors(
             self.source,
-            lambda name, present: self.is_wanted(name, present) and needs(name),
+            lambda name, present: name not in own and self.is_wanted(name, present) and needs(name),
             self.shards.knows,
             self.policy.unlisted,
             damaged_are_replaced=damaged_are_replaced,
