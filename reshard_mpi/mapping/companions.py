@@ -159,12 +159,19 @@ class _Following:
                     raise self._refusal("its axes are joined or divided", "axes that stay axes")
                 source_of[target_dim] = dim
         known = [dim for dim in source_of if dim is not None]
-        lacking = [dim for dim, length in enumerate(source_shape) if dim not in known and length != 1]
-        if lacking or len(set(known)) != len(known):
+        dropped = [dim for dim in range(len(source_shape)) if dim not in known]  # along which weights were stacked
+        is_taken_apart = all(pair.region.shape[dim] == 1 for pair in shape.pairs for dim in dropped)
+        if not is_taken_apart or len(set(known)) != len(known) or any(self._first.grain[dim] != 1 for dim in dropped):
             raise self._refusal("its axes are joined or divided", "axes that stay axes")
         is_same = known == sorted(known)
+        rows, columns = self._first.scheme.block
         if not is_same and self._first.scheme.kind not in _UNPACKED:
             raise self._refusal("its elements are packed along an axis, and the axes change places", "axes in order")
+        if not is_same and rows != columns:
+            raise self._refusal(
+                f"its axes change places, and blocks of {rows} x {columns} are none of the configuration then",
+                "axes in order, or square blocks",
+            )
         return tuple(source_of), is_same
 
     def _new_dims(self, companion: Companion) -> tuple[Relation | None, ...]:
@@ -179,9 +186,9 @@ class _Following:
         others = [number for number, relation in enumerate(companion.dims) if relation is None]
         if others and not self._is_same_order:
             raise self._refusal(f"{companion.name} has an axis that is none of the weight's", "axes in order")
-        stacked = sum(1 for dim in self._source_of if dim is None)
         for number in others:
-            related.insert(number + stacked, None)
+            gone = sum(1 for each in companion.dims[:number] if each is not None and each.dim not in self._source_of)
+            related.insert(number + self._source_of.count(None) - gone, None)
         return tuple(related)
 
     def _shape(self, companion: Companion, new: Companion, names: Mapping[TermTensor, str]) -> TargetShape:
@@ -216,7 +223,7 @@ class _Following:
 
     def _moved(self, pair: BoxPair, companion: Companion, new: Companion, whole: tuple[int, ...]) -> BoxPair:
         """Return the pair of a companion's boxes for a pair of its weight's."""
-        source_shape = self._inventory[self._first.stored].shape
+        source_shape = self._inventory[self._sources[pair.source].stored].shape
         for dim, target_dim in ((dim, number) for number, dim in enumerate(self._source_of) if dim is not None):
             grain = self._first.grain[dim]
             begins = pair.region.start[dim], pair.to.start[target_dim]

@@ -222,7 +222,8 @@ def _relations(
 ) -> list[Relation | None]:
     """Return how a companion's dimensions belong to the stored weight's. Raises Misfit if one does not."""
     if part.role == "shape":
-        return [None] * len(shape)
+        stacked = [Relation(number, 1) for number in range(len(experts))] if len(shape) > len(experts) else []
+        return [*stacked, *[None] * (len(shape) - len(stacked))]
     ahead = [(length, Relation(number, 1), False) for number, length in enumerate(experts)]
     behind: list[tuple[int, Relation | None, bool]] = []
     for axis in part.axes:

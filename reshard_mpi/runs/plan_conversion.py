@@ -157,11 +157,12 @@ class Conversion:
             if isinstance(hole, CoverageError):
                 self._tell_where(hole)
         quantization = self.planned_source.quantization
-        if quantization is not None and (self.target.world_size > 1 or self.source.strategy.world_size > 1):
-            from reshard_mpi.planning.quantized_tensors import with_piece_shapes
+        if quantization is not None:
+            if self.target.world_size > 1 or self.source.strategy.world_size > 1:
+                from reshard_mpi.planning.quantized_tensors import with_piece_shapes
 
-            plan = with_piece_shapes(plan, quantization.weights, is_global=self.once)
-            if self.keeps_strings and self.target.world_size > 1:
+                plan = with_piece_shapes(plan, quantization.weights, is_global=self.once)
+            if self.keeps_strings:
                 plan = plan._replace(strings={**plan.strings, SCHEME_TEXT: quantization.text})
         if plan.strings and not self.keeps_strings:
             plan = self._without_strings(plan)

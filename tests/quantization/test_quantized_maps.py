@@ -1,0 +1,168 @@
+"""Maps, choices and stages take what is stored beside quantized weights with the weights, or are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from quantization.test_quantized_checkpoints import bytes_of, compressed, dequantized, spec, write
+from quantization.test_quantized_refusals import FP8
+from support.quantized import BFLOAT16, E4M3, Array, fp8, packed
+
+import reshard_mpi
+from reshard_mpi.errors import MapError, ReshardError
+
+
+def in_blocks(name: str, rows: int, columns: int) -> tuple[dict[str, Array], Array]:
+    """Return the tensors of a weight in blocks of 4 x 8, and the weight."""
+    draw = np.random.default_rng(sum(name.encode()))
+    sample = fp8(draw, (rows, columns), (4, 8), np.dtype(np.float32))
+    tensors = {
+        f"{name}.weight": sample.tensors["w.weight"],
+        f"{name}.weight_scale_inv": sample.tensors["w.weight_scale"],
+    }
+    return tensors, sample.whole
+
+
+def mapped(folder: Path, tensors: dict[str, Array], equation: str, **options: object) -> Path:
+    source = write(folder / "source", tensors, FP8)
+    reshard_mpi.transform(source, folder / "mapped", map=equation, to="safetensors", **options)
+    return folder / "mapped"
+
+
+def test_a_scale_is_renamed_with_its_weight(tmp_path: Path) -> None:
+    tensors, whole = in_blocks("model.q_proj", 6, 12)
+    made = mapped(tmp_path, tensors, "model.{p*}_proj.weight <=> {p*}.kernel.weight")
+    assert bytes_of(made) == {
+        "q.kernel.weight": tensors["model.q_proj.weight"].tobytes(),
+        "q.kernel.weight_scale_inv": tensors["model.q_proj.weight_scale_inv"].tobytes(),
+    }
+    np.testing.assert_array_equal(dequantized(made), whole)
+    reshard_mpi.transform(
+        made, tmp_path / "back", to="safetensors", map="model.{p*}_proj.weight <=> {p*}.kernel.weight", reverse=True
+    )
+    assert bytes_of(tmp_path / "back") == {name: array.tobytes() for name, array in tensors.items()}
+
+
+def test_weights_are_joined_by_rows_on_the_grain(tmp_path: Path) -> None:
+    q, whole_q = in_blocks("q", 8, 16)
+    k, whole_k = in_blocks("k", 6, 16)
+    made = mapped(tmp_path, q | k, "q.weight [a h], k.weight [b h] <=> qk.weight [(a + b) h]")
+    np.testing.assert_array_equal(dequantized(made), np.concatenate([whole_q, whole_k]))
+
+
+def test_weights_are_not_joined_within_a_block(tmp_path: Path) -> None:
+    q, _ = in_blocks("q", 6, 16)
+    k, _ = in_blocks("k", 8, 16)
+    with pytest.raises(MapError, match="within a block"):
+        mapped(tmp_path, q | k, "q.weight [a h], k.weight [b h] <=> qk.weight [(a + b) h]")
+    reshard_mpi.transform(  # but once they are dequantized
+        tmp_path / "source",
+        tmp_path / "plain",
+        map="q.weight [a h], k.weight [b h] <=> qk.weight [(a + b) h]",
+        dtype="fp32",
+        to="safetensors",
+    )
+    with reshard_mpi.open(tmp_path / "plain") as opened:
+        assert list(opened) == ["qk.weight"] and opened["qk.weight"].shape == (14, 16)
+
+
+def test_experts_are_stacked_and_taken_apart(tmp_path: Path) -> None:
+    parts = [in_blocks(f"experts.{number}", 6, 12) for number in range(3)]
+    tensors = {name: array for each, _ in parts for name, array in each.items()}
+    equation = "experts.{e}.weight [f h] <=> all.weight [e f h]"
+    made = mapped(tmp_path, tensors, equation)
+    with reshard_mpi.open(made) as opened:
+        assert {name: tensor.shape for name, tensor in opened.items()} == {
+            "all.weight": (3, 6, 12),
+            "all.weight_scale_inv": (3, 2, 2),
+        }
+    np.testing.assert_array_equal(dequantized(made), np.stack([whole for _, whole in parts]))
+    reshard_mpi.transform(made, tmp_path / "back", map=equation, reverse=True, to="safetensors")
+    assert bytes_of(tmp_path / "back") == {name: array.tobytes() for name, array in tensors.items()}
+
+
+def test_a_transposed_weight_has_a_transposed_grid(tmp_path: Path) -> None:
+    tensors, _ = in_blocks("q", 8, 16)
+    equation = "q.weight [a h] <=> v.weight [h a]"
+    with pytest.raises(MapError, match="blocks of 4 x 8 are none"):
+        mapped(tmp_path, tensors, equation)
+    square = {"quant_method": "fp8", "weight_block_size": [4, 4]}
+    sample = fp8(np.random.default_rng(3), (8, 12), (4, 4), np.dtype(np.float32))
+    stored = {"q.weight": sample.tensors["w.weight"], "q.weight_scale_inv": sample.tensors["w.weight_scale"]}
+    source = write(tmp_path / "square", stored, square)
+    reshard_mpi.transform(source, tmp_path / "turned", map=equation, to="safetensors")
+    np.testing.assert_array_equal(dequantized(tmp_path / "turned"), sample.whole.T)
+
+
+@pytest.mark.parametrize(
+    ("equation", "problem"),
+    [
+        ("q.weight [a h], k.weight [a h] <=> qk.weight [(a + a) h]", "would have to be one"),
+        ("q.weight [a h] <=> v.weight [(a | m) h]", "zeros"),
+    ],
+)
+def test_one_scale_is_not_joined_nor_padding_added(tmp_path: Path, equation: str, problem: str) -> None:
+    tensors = {}
+    for name in "qk":
+        tensors[f"{name}.weight"] = np.zeros((6, 8), E4M3)
+        tensors[f"{name}.weight_scale"] = np.full(1, ord(name), "f4")
+    source = write(
+        tmp_path / "source", tensors, compressed("float-quantized", num_bits=8, type="float", strategy="tensor")
+    )
+    options = {"axis": ("m=4",)} if "m)" in equation else {}
+    with pytest.raises(MapError, match=problem):
+        reshard_mpi.transform(source, tmp_path / "out", map=equation, **options)
+
+
+def test_packed_weights_are_not_transposed_and_stack_with_their_shapes(tmp_path: Path) -> None:
+    configuration = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=16)
+    tensors = {}
+    for number in range(2):
+        sample = packed(np.random.default_rng(number), (4, 32), 4, 16, BFLOAT16)
+        tensors |= {name.replace("w.", f"w.{number}."): array for name, array in sample.tensors.items()}
+    source = write(tmp_path / "source", tensors, configuration)
+    with pytest.raises(MapError, match="packed along an axis"):
+        reshard_mpi.transform(source, tmp_path / "out", map="w.{n}.weight_packed [a b] <=> v.{n}.weight_packed [b a]")
+    equation = "w.{n}.weight_packed [a b] <=> v.weight_packed [n a b]"
+    reshard_mpi.transform(source, tmp_path / "out", map=equation, to="safetensors")
+    reshard_mpi.transform(
+        tmp_path / "out", tmp_path / "back", map=equation, reverse=True, to="safetensors", config=source / "config.json"
+    )
+    assert bytes_of(tmp_path / "back") == {name: array.tobytes() for name, array in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({"include": ["q.*"]}, {"q.weight", "q.weight_scale_inv"}),
+        ({"exclude": ["q.weight"]}, {"k.weight", "k.weight_scale_inv"}),
+        ({"map": "q.weight <=> v.weight", "include": ["v.weight"]}, {"v.weight", "v.weight_scale_inv"}),
+    ],
+)
+def test_what_is_chosen_goes_with_its_scale(tmp_path: Path, options: dict[str, object], left: set[str]) -> None:
+    tensors = in_blocks("q", 8, 16)[0] | in_blocks("k", 8, 16)[0]
+    reshard_mpi.transform(write(tmp_path / "source", tensors, FP8), tmp_path / "out", **options)
+    assert set(bytes_of(tmp_path / "out")) == left
+
+
+@pytest.mark.parametrize("option", ["include", "exclude"])
+def test_a_scale_is_not_chosen_by_itself(tmp_path: Path, option: str) -> None:
+    source = write(tmp_path / "source", in_blocks("q", 8, 16)[0], FP8)
+    with pytest.raises(MapError, match="matches no tensor"):
+        reshard_mpi.transform(source, tmp_path / "out", **{option: ["*_scale_inv"]})
+
+
+def test_a_map_and_a_strategy_cut_the_result_on_its_grain(tmp_path: Path) -> None:
+    q, whole_q = in_blocks("q", 8, 16)
+    k, whole_k = in_blocks("k", 8, 16)
+    source = write(tmp_path / "source", q | k, FP8)
+    strategy = spec(tmp_path / "spec.toml", "qk.weight", 0, [4, 12])
+    equation = "q.weight [a h], k.weight [a h] <=> qk.weight [(a + a) h]"
+    reshard_mpi.transform(source, tmp_path / "cut", map=equation, dst_strategy=strategy, to="safetensors")
+    reshard_mpi.transform(tmp_path / "cut", tmp_path / "whole", src_strategy=strategy, to="safetensors")
+    np.testing.assert_array_equal(dequantized(tmp_path / "whole"), np.concatenate([whole_q, whole_k]))
+    with pytest.raises(ReshardError, match=r"'qk\.weight' is quantized in blocks"):
+        other = spec(tmp_path / "other.toml", "qk.weight", 0, [6, 10])
+        reshard_mpi.transform(source, tmp_path / "no", map=equation, dst_strategy=other, to="safetensors")
