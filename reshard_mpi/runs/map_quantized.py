@@ -14,6 +14,7 @@ from reshard_mpi.quantization.placing import QuantizedWeights
 from reshard_mpi.quantization.weights import QuantizedWeight
 from reshard_mpi.runs.check_maps import TensorMap
 from reshard_mpi.sharding.patterns import Pattern
+from reshard_mpi.text import counted
 
 _NARROW = ("float8_e4m3fn", "float8_e5m2")
 
@@ -88,6 +89,6 @@ def notes_on(dequantized: Sequence[QuantizedWeight]) -> tuple[str, ...]:
         return ()
     names = " and ".join(sorted({weight.scheme.name for weight in dequantized}))
     return (
-        f"{len(dequantized)} weights are dequantized from {names}: take quantization_config out of the model's"
+        f"dequantized {counted(len(dequantized), 'weight')} of {names}: take quantization_config out of the model's"
         " configuration (config.json)",
     )
