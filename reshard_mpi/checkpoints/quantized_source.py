@@ -1,4 +1,4 @@
-"""Find out how a checkpoint is quantized, and place what is stored beside its weights (`with_quantization`).
+"""Find out how a checkpoint is quantized, and place the companions of its weights (`with_quantization`).
 
 Its configuration says so: that of the model (`config.json`, or the file of `--config`), one of the quantizer alone, or
 the text that files of ranks carry. Shapes never do: 576 rows and 5 scales fit every block from 116 to 143.
@@ -40,7 +40,7 @@ class _Configuration(NamedTuple):
 
 
 def with_quantization(source: SourceCheckpoint) -> SourceCheckpoint:
-    """Return the checkpoint; if it is quantized, its strategy also lists what is stored beside the weights.
+    """Return the checkpoint; if it is quantized, its strategy also lists the companions of its weights.
 
     Raises SourceError for a configuration that cannot be read, StrategyError or SourceError where it contradicts the
     checkpoint, LayoutError where the strategy cuts a weight within a block.
@@ -110,7 +110,7 @@ def _said(values: Mapping[str, Any], where: str) -> _Configuration | None:
 
 
 def _content(path: Path) -> Mapping[str, Any] | None:
-    """Return what a file of JSON says; None if there is none, or if it is no dictionary."""
+    """Return the content of a file of JSON; None if there is none, or if it is no dictionary."""
     if not source_files.is_file(path):
         return None
     try:
@@ -131,7 +131,7 @@ def _kinds_of_parts(shards: list[Manifest]) -> dict[str, TensorType]:
 
 
 def _whole_shape(source: SourceCheckpoint, name: str, kind: TensorType) -> tuple[int, ...]:
-    """Return the shape of a whole tensor of which ranks hold parts. Raises LayoutError if the parts do not tell it."""
+    """Return the shape of a whole tensor whose parts ranks hold. Raises LayoutError if the parts do not tell it."""
     placements = source.strategy.find(name)
     parts = {}
     for rank in sorted(source.files.by_rank):

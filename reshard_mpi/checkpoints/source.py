@@ -75,7 +75,7 @@ class SourceCheckpoint:
         self._stage_ranks: dict[int, int] | None = None
         self._extent = ShardStats()
         self._rule_names: dict[str, dict[int, int]] | None = None
-        self.plain_strategy = strategy  # without what is stored beside quantized weights
+        self.plain_strategy = strategy  # without the companions of quantized weights
         self.quantization: QuantizedWeights | None = None  # its quantized weights; None: it has none that are known
         self.looks_quantized = ""  # a tensor which shows that it is quantized, though nothing says how
 
@@ -86,7 +86,7 @@ class SourceCheckpoint:
         return None if own is None else hashlib.sha256(own.text.encode()).hexdigest()
 
     def placed(self, target: Strategy, *, is_global: bool) -> Strategy:
-        """Return a strategy for targets that also lists what is stored beside quantized weights.
+        """Return a strategy for targets that also lists the companions of quantized weights.
 
         Args:
             is_global: whether the files of targets say for each piece where in the whole it lies.

@@ -55,7 +55,7 @@ def dequantized(weight: QuantizedWeight, box: Box, kinds: Mapping[str, TensorTyp
     if not box.size:
         return np.empty(box.shape, np.float32)
     boxes = stored_boxes(weight, box, kinds)
-    stored = {name: _Stored(np.ascontiguousarray(read(name, part)), kinds[name]) for name, part in boxes.items()}
+    stored = {name: _StoredPart(np.ascontiguousarray(read(name, part)), kinds[name]) for name, part in boxes.items()}
     with np.errstate(all="ignore"):
         elements = _elements(weight, box, stored[weight.stored])
         groups = weight.companion("group_index") if weight.scheme.act_order else None
@@ -85,7 +85,7 @@ def stored_boxes(weight: QuantizedWeight, box: Box, kinds: Mapping[str, TensorTy
     return boxes
 
 
-class _Stored(NamedTuple):
+class _StoredPart(NamedTuple):
     """A part of a stored tensor."""
 
     raw: Array  # unsigned integers as wide as its elements
@@ -146,7 +146,7 @@ def _relations(weight: QuantizedWeight, companion: Companion, shape: tuple[int, 
     return relations
 
 
-def _elements(weight: QuantizedWeight, box: Box, stored: _Stored) -> Array:
+def _elements(weight: QuantizedWeight, box: Box, stored: _StoredPart) -> Array:
     """Return the elements of a box as float32 before they are scaled; whole numbers less their zero point if known."""
     scheme, raw = weight.scheme, stored.raw
     if scheme.kind in ("fp8", "int8"):
@@ -164,7 +164,7 @@ def _elements(weight: QuantizedWeight, box: Box, stored: _Stored) -> Array:
     return _unpacked(_bytes_of(words), scheme.bits, box.start[-1] * scheme.bits % _WORD_BITS, box.shape[-1], numbers)
 
 
-def _zeros(weight: QuantizedWeight, zeros: Companion, box: Box, stored: _Stored) -> _BlockGrid:
+def _zeros(weight: QuantizedWeight, zeros: Companion, box: Box, stored: _StoredPart) -> _BlockGrid:
     """Return the zero points of a box."""
     scheme, relations = weight.scheme, _relations(weight, zeros, stored.kind.shape)
     rows = len(weight.shape) - 2  # which they are packed along
@@ -205,7 +205,7 @@ def _left_out(weight: QuantizedWeight, zeros: Companion, values: Array) -> int:
     )
 
 
-def _scales(weight: QuantizedWeight, scale: Companion, stored: Mapping[str, _Stored]) -> _BlockGrid:
+def _scales(weight: QuantizedWeight, scale: Companion, stored: Mapping[str, _StoredPart]) -> _BlockGrid:
     own = stored[scale.name]
     # Of bytes each is an exponent of two (E8M0).
     is_power = own.kind.dtype == _UINT8

@@ -1,4 +1,4 @@
-"""Take what is stored beside quantized weights through a map with the weights (`follow`).
+"""Take the companions of quantized weights through a map with the weights (`follow`).
 
 Equations are for the tensors that hold the elements of weights. What they do to a weight's boxes they do to those of
 its companions, in steps of the grain; where a box begins or ends elsewhere, or a companion would have to be two things
@@ -192,7 +192,7 @@ class _Following:
         return tuple(related)
 
     def _shape(self, companion: Companion, new: Companion, names: Mapping[TermTensor, str]) -> TargetShape:
-        """Return how a companion of the target is made of those of the sources."""
+        """Return how a companion of the target is made of its like in the sources."""
         kinds = {place: self._inventory[name].shape for place, name in names.items()}
         key = (id(self._tensor.shape), companion.dims, new.dims, tuple(kinds.items()))
         if key in self._shapes:

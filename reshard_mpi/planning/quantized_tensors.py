@@ -20,7 +20,7 @@ _NOT_READ = ("shape", "carried")
 
 
 def dequantized(plan: RankPlan, weights: Iterable[QuantizedWeight]) -> RankPlan:
-    """Return the plan of a full checkpoint with weights in float32 in place of what is stored for them."""
+    """Return the plan of a full checkpoint with weights in float32 in place of their stored tensors."""
     places = plan.tensors.places
     table = TensorTable("")
     numbers: dict[tuple[int, ...], list[int]] = {}
@@ -55,7 +55,7 @@ def dequantized(plan: RankPlan, weights: Iterable[QuantizedWeight]) -> RankPlan:
 
 
 def with_piece_shapes(plan: RankPlan, weights: Mapping[str, StoredWeight], *, is_global: bool) -> RankPlan:
-    """Return a plan in which tensors that state the shape of a weight state that of the target's piece.
+    """Return a plan whose tensors that state shapes of weights state the shapes of the target's pieces.
 
     Args:
         is_global: whether the target's files state the shapes of whole weights.
@@ -111,7 +111,7 @@ def _constants(dtype: DType, values: tuple[int, ...], count: int, rank: int) -> 
 
 
 def _replaced(tensors: PlannedTensors, gone: set[str], groups: Iterable[Group], order: Iterable[str]) -> PlannedTensors:
-    """Return tensors without some, and with those of other groups, in the order of their names."""
+    """Return tensors without some, and with other groups, in the order of their names."""
     kept = tensors.without(gone)
     every = [*kept.groups, *groups]
     number_of = {name: number for number, group in enumerate(every) for name in group.names}

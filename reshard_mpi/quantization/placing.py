@@ -1,4 +1,4 @@
-"""Place what is stored beside quantized weights as the weights themselves are cut (`QuantizedWeights.placing`).
+"""Place the companions of quantized weights as the weights are cut (`QuantizedWeights.placing`).
 
 A cut on the grain of a weight cuts its companions at whole elements, so that it is a matter of bytes. Elsewhere two
 ranks would need the scale of one block, and no file of a rank can say at which of its rows a block begins: a loader

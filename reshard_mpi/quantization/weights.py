@@ -44,7 +44,7 @@ class Relation(NamedTuple):
     own: int = 1  # the companion has so many
 
     def length(self, length: int) -> int:
-        """Return the companion's length, or the place where it is cut, for that of its stored weight."""
+        """Return the companion's length, or the place where it is cut, by the stored weight's."""
         return -(-length * self.own // self.step)
 
 

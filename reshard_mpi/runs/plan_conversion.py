@@ -121,7 +121,7 @@ class Conversion:
 
     @property
     def placed_target(self) -> Strategy:
-        """The targets' strategy, in which what is stored beside quantized weights is listed as well."""
+        """The targets' strategy, which also lists the companions of quantized weights."""
         if self._placed is None:
             self._placed = self.planned_source.placed(self.target, is_global=self.once)
         return self._placed

@@ -161,7 +161,11 @@ class Strategy:
         return self.listing_also(listed, self.alike)
 
     def listing_also(self, parameters: Mapping[str, tuple[Placement, ...]], alike: frozenset[str]) -> Strategy:
-        """Return the same strategy with other names listed one by one, of which copies of some are compared."""
+        """Return the same strategy with other names listed one by one.
+
+        Args:
+            alike: names of tensors whose copies are compared before one is taken.
+        """
         ways = (self.rules, self.origin, self.required_rules, self.axes)
         return Strategy(self.world_size, self.stages, parameters, *ways, alike)
 
