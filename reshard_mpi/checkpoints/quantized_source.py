@@ -28,8 +28,6 @@ from reshard_mpi.text import MIB
 _FILES = ("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json")
 _MOST_BYTES = 64 * MIB
 _MOST_DIMENSIONS = 8
-# How names end that only quantized checkpoints have; whether it is one is looked into where there are any.
-_SUSPECT_ENDS = ("scale_inv", "qweight", "weight_packed", "weight_scale", "_blocks", "quant_state", "absmax")
 
 
 class _Configuration(NamedTuple):
@@ -47,8 +45,6 @@ def with_quantization(source: SourceCheckpoint) -> SourceCheckpoint:
     """
     configuration = _configuration(source)
     if configuration is None:
-        source.looks_quantized = _suspicious(source)
-        source.require_known_cut(source.strategy, "source")
         return source
     from reshard_mpi.quantization.grouping import quantized_weights
 
@@ -202,16 +198,3 @@ def _entry(tensors: TensorTable, name: str) -> TensorEntry | None:
     ((_, in_file),), (own,) = chunks, numbers_in_files
     dtype, shape, *_ = in_file.kinds[in_file.kind_ids[own]]
     return TensorEntry(name, dtype, shape, in_file.source(own))
-
-
-def _suspicious(source: SourceCheckpoint) -> str:
-    """Return the name of a tensor which shows that a checkpoint is quantized, though nothing says how; else empty."""
-    for rank in sorted(source.files.by_rank):
-        manifest = source.find(rank)
-        if manifest is not None:
-            if not any(name.endswith(_SUSPECT_ENDS) for name in manifest.tensors):
-                return ""
-            from reshard_mpi.quantization.grouping import looks_quantized
-
-            return looks_quantized({name: manifest.tensors.kind_named(name) for name in manifest.tensors}) or ""
-    return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # The structure kept of earlier shards besides the last one's, since neighbouring targets read the same.
 MAX_KEPT_BYTES = 56 * MIB
+# Types in which no quantized weight is stored.
+_PLAIN = frozenset(("float64", "float32", "float16", "bfloat16", "int64", "bool"))
 # What is wrong with one shard alone, so that others may be read in its place.
 DAMAGE = (ShardError, DisagreementError, OSError)
 
@@ -78,6 +80,7 @@ class SourceCheckpoint:
         self.plain_strategy = strategy  # without the companions of quantized weights
         self.quantization: QuantizedWeights | None = None  # its quantized weights; None: it has none that are known
         self.looks_quantized = ""  # a tensor which shows that it is quantized, though nothing says how
+        self._looked_at: tuple[object, ...] = ()
 
     @property
     def quantization_digest(self) -> str | None:
@@ -91,25 +94,34 @@ class SourceCheckpoint:
         Args:
             is_global: whether the files of targets say for each piece where in the whole it lies.
 
-        Raises what `QuantizedWeights.placing` raises, StrategyError if nothing says how what is cut is quantized.
+        Raises what `QuantizedWeights.placing` raises.
         """
         if self.quantization is not None:
             return self.quantization.placing(target, "target", is_global=is_global)
-        if not is_global:
-            self.require_known_cut(target, "target")
         return target
 
-    def require_known_cut(self, strategy: Strategy, side: str) -> None:
-        """Raise StrategyError if a strategy cuts a tensor that is quantized, and nothing says how."""
-        name = self.looks_quantized
-        if name and any(placement.is_cut for placement in strategy.find(name)):
-            raise StrategyError(
-                f"{name!r} is quantized, and nothing says how, so nothing tells where it may be cut",
-                expected="quantization_config in config.json beside the files of the checkpoint, or --config FILE.json",
-                got=f"a {side} strategy that cuts it",
-                where=f"{self.files.path} and {strategy.origin}",
-                remedy="give the model's configuration: without it scales could come to other rows than their weights",
-            )
+    def require_known(self, shards: Iterable[Manifest], is_cut: Callable[[str], bool]) -> None:
+        """Raise StrategyError if shards hold a tensor that is quantized and cut, and nothing says how it is quantized.
+
+        Args:
+            is_cut: tells of a tensor whether source or target ranks hold parts of it.
+        """
+        for shard in shards if self.quantization is None else ():
+            if not self._looked_at or shard.tensors.index_by_name is not self._looked_at[0]:
+                self._looked_at = (shard.tensors.index_by_name,)  # many ranks have the same names
+                self.looks_quantized = self.looks_quantized or quantized_tensor_in(shard.tensors)
+        if self.looks_quantized and is_cut(self.looks_quantized):
+            raise self.unknown_scheme("a strategy that cuts it")
+
+    def unknown_scheme(self, got: str) -> StrategyError:
+        """Return the error for a quantized checkpoint without a configuration, of which something is asked."""
+        return StrategyError(
+            f"{self.looks_quantized!r} is quantized, and nothing says how",
+            expected="quantization_config in config.json beside the files of the checkpoint, or --config FILE.json",
+            got=got,
+            where=self.files.path,
+            remedy="give the model's configuration: without it scales could come to other elements than theirs",
+        )
 
     @property
     def summary_text(self) -> str:
@@ -298,3 +310,12 @@ def locate(files: ShardFiles, rank: int, like: Manifest | None = None) -> Manife
     from reshard_mpi.checkpoints.join_files import joined  # only here, since most ranks have one file
 
     return joined(manifests, files.path if len(files.by_rank) == 1 else manifests[0].path, by_branch=files.by_branch)
+
+
+def quantized_tensor_in(tensors: TensorTable) -> str:
+    """Return the name of a tensor which shows that it is quantized; empty if there is none."""
+    if all(kind.dtype.name in _PLAIN for kind in tensors.kinds):
+        return ""
+    from reshard_mpi.quantization.grouping import looks_quantized
+
+    return looks_quantized({name: tensors.kind_named(name) for name in tensors}) or ""

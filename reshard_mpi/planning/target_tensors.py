@@ -225,6 +225,11 @@ class TargetTensors:
         """The tensors of this target."""
         return self.class_by_name.keys()
 
+    def is_cut(self, name: str) -> bool:
+        """Tell whether ranks of the source or of the target hold parts of a tensor of this target."""
+        held = self.class_by_name.get(name)
+        return held is not None and any(each.placement.is_cut for each in (held.layout, *held.group.layouts))
+
     def lacking(self) -> dict[tuple[int, ...], list[str]]:
         """Return needed names that no opened shard has, by the ranks that should have them.
 

@@ -239,7 +239,7 @@ def _relations(
         relations: list[Relation | None] = []
         remaining = list(wanted)
         for length in shape:
-            # Where an index tells the groups, a part has all of them, also those of columns that it does not have.
+            # Where an index tells the groups, a part has all of them, also of columns that it does not have.
             wanted_length, relation, has_others = remaining[0] if remaining else (0, None, False)
             if remaining and (length == wanted_length or (has_others and length > wanted_length)):
                 relations.append(relation)

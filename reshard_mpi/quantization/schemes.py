@@ -120,7 +120,9 @@ def quantization_of(values: Mapping[str, Any], where: str = "") -> Mapping[str, 
         if isinstance(inner, str):
             inner = config_from_text(inner, where)
         if isinstance(inner, Mapping) and inner:
-            return quantization_of(inner, where) or {"quant_method": "unknown", **inner}
+            # Bits and the size of a group are no sign of GPTQ here: MLX says no more either.
+            method = "compressed-tensors" if "config_groups" in inner else "unknown"
+            return inner if inner.get("quant_method") is not None else {**inner, "quant_method": method}
     for key in ("text_config", "llm_config"):
         if isinstance(inner := values.get(key), Mapping) and (found := quantization_of(inner, where)) is not None:
             return found

@@ -40,8 +40,8 @@ class Relation(NamedTuple):
     """
 
     dim: int  # of the stored weight
-    step: int  # for so many elements of the stored weight
-    own: int = 1  # the companion has so many
+    step: int  # how many elements of the stored weight belong to `own` elements of the companion
+    own: int = 1
 
     def length(self, length: int) -> int:
         """Return the companion's length, or the place where it is cut, by the stored weight's."""

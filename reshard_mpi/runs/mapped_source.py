@@ -147,9 +147,12 @@ class MappedCheckpoint(SourceCheckpoint):
         self._made = self._recipes = None
 
     def placed(self, target: Strategy, *, is_global: bool) -> Strategy:
-        suspect, outcome = self.original.source.looks_quantized, self._opened()
-        of_suspect = (tensor.name for tensor in outcome.made if suspect and suspect in tensor.sources.values())
-        self.quantization, self.looks_quantized = outcome.quantization, next(of_suspect, "")
+        outcome, source = self._opened(), self.original.source
+        suspect = source.looks_quantized
+        for tensor in outcome.made if suspect and not is_global else ():
+            if suspect in tensor.sources.values() and any(each.is_cut for each in target.find(tensor.name)):
+                raise source.unknown_scheme("a strategy that cuts it")
+        self.quantization = outcome.quantization
         return super().placed(target, is_global=is_global)
 
     def stage_ranks(self) -> dict[int, int]:
@@ -297,6 +300,8 @@ class MappedCheckpoint(SourceCheckpoint):
 
             dequantizing, quantization = to_dequantize(quantization, self.tensor_map)
             plan = dequantized(plan, dequantizing) if dequantizing else plan
+        elif self.tensor_map.choice.types and self.original.source.looks_quantized:
+            raise self.original.source.unknown_scheme("--dtype, which would dequantize it")
         inventory = _inventory_of(plan)
         nest = plan.strings.get(NEST)
         tied = {} if nest is None else tied_tensors(self.original.source, inventory)

@@ -145,6 +145,8 @@ class Conversion:
             return self.checked(plan)
         try:
             opened = self.shards.open(target_rank)
+            if self.view is None and not self.once:
+                self.source.require_known(opened.manifests.values(), opened.is_cut)
             require_same_network(self.planned_source.strategy, opened.manifests.values())
             if self.policy.strict:
                 require_nothing_left_out(opened.manifests)

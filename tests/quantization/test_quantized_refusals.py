@@ -146,3 +146,46 @@ def test_dequantizing_says_what_becomes_of_the_configuration(source: Path, tmp_p
     assert not (tmp_path / "out" / "config.json").exists()
     with reshard_mpi.open(tmp_path / "out") as opened:
         assert set(opened) == {"w.weight", "bias"} and opened["w.weight"].dtype.name == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        blocks(),
+        {"w.weight": np.ones((16, 8), np.int8), "w.SCB": np.ones(16, "f4")},
+        {"w.weight_packed": np.ones((8, 8), np.int32), "w.weight_scale": np.ones((8, 1), "f4")},
+    ],
+)
+def test_every_shard_is_asked_whether_it_is_quantized(tmp_path: Path, tensors: dict[str, Array]) -> None:
+    for rank, part in enumerate(({"embedding.weight": np.ones((4, 4), "f4")}, tensors)):
+        write(tmp_path / "source" / f"rank_{rank}", part, None)
+    stages = tmp_path / "stages.toml"
+    rules = '[[parameter]]\nmatch = "embedding.*"\nstage = 0\n[[parameter]]\nmatch = "*"\nstage = 1\n'
+    stages.write_text(f"mesh = {{ tp = 1 }}\nstages = 2\n{rules}")
+    spec = strategy(tmp_path, cut(next(iter(tensors))))
+    with pytest.raises(StrategyError, match="is quantized, and nothing says how"):
+        reshard_mpi.transform(tmp_path / "source", tmp_path / "out", src_strategy=stages, dst_strategy=spec)
+
+
+def test_types_are_not_changed_of_what_looks_quantized(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", blocks(), None)
+    for function in (
+        reshard_mpi.open,
+        lambda path, **options: reshard_mpi.transform(path, tmp_path / "out", **options),
+    ):
+        with pytest.raises(StrategyError, match="nothing says how"):
+            function(source, dtype="bf16")
+
+
+def test_what_says_no_method_is_moved_whole(tmp_path: Path) -> None:
+    """MLX writes no more than this, and stores what GPTQ does not."""
+    tensors = {
+        "w.weight": np.ones((16, 8), np.uint32),
+        "w.scales": np.ones((16, 1), "f2"),
+        "norm.weight": np.ones(4, "f4"),
+    }
+    source = write(tmp_path / "source", tensors, {"group_size": 64, "bits": 4})
+    reshard_mpi.transform(source, tmp_path / "out", to="safetensors")
+    assert bytes_of(tmp_path / "out") == {name: array.tobytes() for name, array in tensors.items()}
+    with pytest.raises(LayoutError, match="moved whole"):
+        reshard_mpi.transform(source, tmp_path / "cut", dst_strategy=strategy(tmp_path, cut("w.weight")))
