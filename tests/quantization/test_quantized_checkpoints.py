@@ -272,3 +272,30 @@ def test_a_cut_within_a_block_is_refused(
     assert f"multiples of {grain}" in refused.value.expected and not (folder / "cut").exists()
     reshard_mpi.transform(source, folder / "dcp", dst_strategy=strategy, to="dcp")  # where files say places
     assert bytes_of(folder / "dcp") == {name: array.tobytes() for name, array in case.sample.tensors.items()}
+
+
+@pytest.mark.parametrize("cases", CASES)
+@many(10)
+@given(st.data())
+def test_dequantized_weights_are_cut_anywhere(
+    tmp_path_factory: pytest.TempPathFactory, cases: Callable[[], st.SearchStrategy[Case]], data: st.DataObject
+) -> None:
+    """They are computed in parts of any size, and rounded once."""
+    case = data.draw(cases())
+    whole = case.sample.whole
+    folder = tmp_path_factory.mktemp("quantized")
+    source = write(folder / "source", case.sample.tensors, case.configuration)
+    with reshard_mpi.open(source, dtype="fp32") as opened:
+        (name,) = opened
+    dim = data.draw(st.sampled_from([dim for dim, length in enumerate(whole.shape) if length > 1] or [0]))
+    lengths = [int(length) for length in data.draw(lengths_of(whole.shape[dim], 1, True))]
+    strategy = spec(folder / "strategy.toml", name, dim, lengths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("reshard_mpi.engine.gather._CONVERTED_BYTES", 4 * data.draw(st.integers(1, 200)))
+        reshard_mpi.transform(source, folder / "cut", dst_strategy=strategy, to="safetensors", dtype="bf16")
+    begins = np.cumsum([0, *lengths])
+    for rank, (begin, length) in enumerate(zip(begins, lengths)):
+        (tensor,) = safetensors_peer.read(file_of(folder / "cut" / f"rank_{rank}")).tensors.values()
+        part = whole[(slice(None),) * dim + (slice(begin, begin + length),)]
+        got = np.frombuffer(tensor.content, BFLOAT16).reshape(tensor.shape)
+        np.testing.assert_array_equal(got.astype(np.float32), part.astype(BFLOAT16).astype(np.float32))
