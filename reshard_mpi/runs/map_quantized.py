@@ -45,10 +45,15 @@ def to_dequantize(
                 got=f"a pattern that matches {weight.stored}",
                 where=quantization.where,
             )
-        if dtype.name in _NARROW or weight.scheme.kind == "whole":
-            way = "whose form is not known well enough" if weight.scheme.kind == "whole" else f"and {dtype} is no type"
+        inputs = next((each.name for each in weight.companions if each.name.endswith("pre_quant_scale")), None)
+        if dtype.name in _NARROW or weight.scheme.kind == "whole" or inputs is not None:
+            way = f"and {dtype} is no type to dequantize it"
+            if weight.scheme.kind == "whole":
+                way = "whose form is not known well enough to dequantize it"
+            elif inputs is not None:
+                way = f"and {inputs} scales its module's inputs, of which a plain weight knows nothing"
             raise MapError(
-                f"{weight.stored} is quantized by {weight.scheme.name}, {way} to dequantize it",
+                f"{weight.stored} is quantized by {weight.scheme.name}, {way}",
                 expected="--dtype bf16, fp16 or fp32, of weights that can be dequantized",
                 got=f"--dtype {'' if glob == ANY else f'{glob}='}{dtype}",
                 where=quantization.where,

@@ -32,7 +32,7 @@ from support.quantized import (
 )
 
 import reshard_mpi
-from reshard_mpi.errors import LayoutError
+from reshard_mpi.errors import LayoutError, MapError
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
@@ -299,3 +299,14 @@ def test_dequantized_weights_are_cut_anywhere(
         part = whole[(slice(None),) * dim + (slice(begin, begin + length),)]
         got = np.frombuffer(tensor.content, BFLOAT16).reshape(tensor.shape)
         np.testing.assert_array_equal(got.astype(np.float32), part.astype(BFLOAT16).astype(np.float32))
+
+
+def test_weights_whose_inputs_are_scaled_are_not_dequantized(tmp_path: Path) -> None:
+    """A plain weight would be another one: the scale of its inputs would be left out."""
+    sample = nvfp4(np.random.default_rng(3), (4, 32), False)
+    tensors = {**sample.tensors, "w.pre_quant_scale": np.ones(32, BFLOAT16)}
+    source = write(tmp_path / "source", tensors, {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"})
+    with pytest.raises(MapError, match=r"w\.pre_quant_scale"):
+        reshard_mpi.transform(source, tmp_path / "plain", to="hf", dtype="bf16")
+    reshard_mpi.transform(source, tmp_path / "moved", to="hf")
+    assert bytes_of(tmp_path / "moved") == {name: array.tobytes() for name, array in tensors.items()}
