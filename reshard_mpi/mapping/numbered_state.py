@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.nest.entries import entries_of, pairs_of, value_of
+from reshard_mpi.formats.nest.entries import entries_below, entries_of, pairs_of, value_of
 from reshard_mpi.formats.nest.nodes import NestError, decoded, parsed, places
 from reshard_mpi.mapping.direction import Inventory, TemplateShapes
 from reshard_mpi.mapping.tensor_kinds import STATE_WORDS
@@ -301,9 +301,10 @@ def _doubt(problem: str, got: str, where: str, remedy: str = _REMEDY) -> MapErro
 def optimizers_in(node: Any, path: str) -> Iterator[Numbered]:
     """Yield the dictionaries of optimizers in a part of a nest. path: what names in this part begin with."""
     groups = value_of(node, "param_groups")
-    if entries_of(value_of(node, "state")) is not None and isinstance(groups, list) and groups:
+    if entries_below(node, "state") is not None and isinstance(groups, list) and groups:
         read_groups = [_group(group) for group in groups]
-        if all(read_groups):
+        is_told = value_of(node, "state") is not None or all(group and group.names is not None for group in read_groups)
+        if all(read_groups) and is_told:
             yield Numbered(path, tuple(group for group in read_groups if group is not None))
             return
     for key, value in pairs_of(node):

@@ -183,6 +183,8 @@ def put(node: Any, optimizer: Optimizer) -> None:
     groups = optimizer.groups
     if optimizer.form is Form.NAMES:
         groups = [_named(group, names) for group, names in zip(optimizer.groups, members)]
+    if all(entry[0] != STATE_KEY for entry in node["dict"]):
+        node["dict"].insert(0, [STATE_KEY, {"dict": []}])  # torch takes an optimizer without it for a flat one
     for entry in node["dict"]:
         if entry[0] == STATE_KEY:
             unread = [each for each in entry[1]["dict"] if not _is_read(each)]

@@ -1419,22 +1419,29 @@ def test_counters_of_parameters_that_a_later_map_takes_together(tmp_path: Path) 
     assert arrays_of(state["u"])["step"] == arrays_of(state["v"])["step"] == 3
 
 
+@pytest.mark.parametrize("are_numbered", [False, True])
 @pytest.mark.parametrize("state", [{}, None])
 @pytest.mark.parametrize("kind", ["torch", "dcp"])
 def test_an_optimizer_without_state_has_the_new_names_in_its_groups(
-    tmp_path: Path, kind: str, state: dict[str, Any] | None
+    tmp_path: Path, kind: str, state: dict[str, Any] | None, are_numbered: bool
 ) -> None:
     """torch's DCP leaves the empty dictionary `state` out: SGD without momentum keeps none."""
     names = [[f"{number}.weight", f"{number}.bias"] for number in (0, 1)]
-    groups = [{"params": own, "lr": 0.1 * place} for place, own in enumerate(names)]
+    groups: list[dict[str, Any]] = [{"params": own, "lr": 0.1 * place} for place, own in enumerate(names)]
+    if are_numbered:
+        groups = [
+            {**group, "params": [2 * at, 2 * at + 1], "param_names": names[at]} for at, group in enumerate(groups)
+        ]
     optimizer = {"param_groups": groups} | ({} if state is None else {"state": state})
     model = {name: tensor(np.full(2, place, np.float32)) for place, name in enumerate(names[0] + names[1])}
     torch_peer.save(tmp_path / "x.pt", {"model": model, "optimizer": optimizer})
     reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "src", to=kind)
-    reshard_mpi.transform(tmp_path / "src", tmp_path / "out", to="torch", map="0.{p*} <=> net.{p*}", forward=True)
+    equation = "model.0.{p*} <=> model.net.{p*}" if are_numbered else "0.{p*} <=> net.{p*}"
+    reshard_mpi.transform(tmp_path / "src", tmp_path / "out", to="torch", map=equation, forward=True)
     converted_tree = torch_peer.load(tmp_path / "out/rank_0/checkpoint_0.pt")
     assert [*converted_tree["model"]] == ["net.weight", "net.bias", "1.weight", "1.bias"]
     assert [group["params"] for group in converted_tree["optimizer"]["param_groups"]] == [
         ["net.weight", "net.bias"],
         ["1.weight", "1.bias"],
     ]
+    assert not any(converted_tree["optimizer"]["state"].values())
