@@ -29,6 +29,11 @@ class NameAffixes(NamedTuple):
         return not COUNTS.isdisjoint((*parts_of(self.before), *parts_of(self.behind)))
 
     @property
+    def is_of_optimizer(self) -> bool:
+        """Whether one of the words is an optimizer's, and no module is called so."""
+        return _is_of_optimizer((*parts_of(self.before), *parts_of(self.behind)))
+
+    @property
     def has_word_beside(self) -> bool:
         """Whether the part right before or behind is an optimizer's word, but for torch's key of all state."""
         beside = {*parts_of(self.before)[-1:], *parts_of(self.behind)} - {STATE_KEY}
@@ -107,31 +112,51 @@ def owners_in_part(shapes: Mapping[str, tuple[int, ...]], told: Mapping[str, str
         shapes: of all tensors.
         told: parameters that optimizers tell.
     """
-    parameters = [name for name in shapes if not is_named_like_state(name)]
-    ends = frozenset(end for name in parameters for end in ends_of(name) if not end.isdecimal())  # torch has numbers
-    parted_of: dict[str, tuple[str, NameAffixes]] = {}
-    for name in shapes.keys() - {*parameters, *told.values()}:
-        parted = parted_anywhere(name, ends)
-        if parted is not None and not STATE_WORDS.isdisjoint(parts_of(parted[1].before)[-1:]):
-            parted_of[name] = parted
-    used = frozenset(end for end, _ in parted_of.values())
-    by_end: dict[str, list[str]] = {}
-    for name in parameters:
-        longest = next((end for end in ends_of(name) if end in used), "")
-        by_end.setdefault(longest, []).append(name)
-    owner_of: dict[str, str] = {}
+    owner_of = {name: owner for name, owner in told.items() if name in shapes and owner in shapes}
     in_doubt: dict[str, str] = {}
-    for name, (end, affixes) in parted_of.items():
-        owners_by_end, by_optimizer = by_end.get(end, ()), _told(name, told, shapes)
-        if len(owners_by_end) != 1 or not has_shape_of(name, by_optimizer or owners_by_end[0], shapes):
-            continue
-        begin = owners_by_end[0].removesuffix(end)
-        before, behind = parts_of(affixes.before), parts_of(affixes.behind)
-        if by_optimizer is not None or _is_beside_model(before, behind, begin):
-            owner_of[name] = by_optimizer or owners_by_end[0]
-        elif may_be_state(before, behind, begin, parameters):
-            in_doubt[name] = owners_by_end[0]
-    return OwnersInPart(owner_of, in_doubt)
+    words_of = {name: STATE_WORDS.intersection(parts_of(name)) for name in shapes if name not in owner_of}
+    parameters = [name for name, words in words_of.items() if not words]
+    # What may be a module comes first: it may have state itself.
+    modules = {name for name, words in words_of.items() if words and words <= MODULE_WORDS}
+    for name, owner, end, affixes in _in_part(modules.difference(owner_of.values()), parameters, ()):
+        before, behind, begin = parts_of(affixes.before), parts_of(affixes.behind), owner.removesuffix(end)
+        if _is_beside_model(before, behind, begin):
+            owner_of[name] = owner
+        elif has_shape_of(name, owner, shapes) and may_be_state(before, behind, begin, parameters):
+            in_doubt[name] = owner
+    left = {name for name, words in words_of.items() if words and name not in owner_of}
+    modules = left & {*modules, *owner_of.values()}
+    owner_of |= {name: owner for name, owner, _, _ in _in_part(left - modules, parameters, modules)}
+    owner_of = {name: owner for name, owner in owner_of.items() if has_shape_of(name, owner, shapes)}
+    with_own = frozenset(owner_of.values())
+    return OwnersInPart(owner_of, {name: owner for name, owner in in_doubt.items() if name not in with_own})
+
+
+def _in_part(
+    names: Iterable[str], parameters: Collection[str], modules: Collection[str]
+) -> Iterator[tuple[str, str, str, NameAffixes]]:
+    """Yield names of state, each with the parameter that ends so, that end, and what is around it.
+
+    State that has the whole name of one is not meant.
+
+    Args:
+        parameters: those that state is looked for of; modules: others, which are asked where none of these ends so.
+    """
+    every = {*parameters, *modules}
+    ends = {end for name in every for end in ends_of(name) if not end.isdecimal()}  # torch has numbers
+    known = ends | every
+    found = ((name, parted_anywhere(name, known)) for name in names)
+    parted = [(name, *each) for name, each in found if each is not None and each[0] not in every]
+    parted = [each for each in parted if not STATE_WORDS.isdisjoint(parts_of(each[2].before)[-1:])]
+    used = frozenset(end for _, end, _ in parted)
+    by_end: dict[str, list[str]] = {}
+    for name in every:
+        by_end.setdefault(next((end for end in ends_of(name) if end in used), ""), []).append(name)
+    for name, end, affixes in parted:
+        own = by_end.get(end, [])
+        own = [each for each in own if each not in modules] or own
+        if len(own) == 1:
+            yield name, own[0], end, affixes
 
 
 def may_be_state(before: Sequence[str], behind: Sequence[str], begin: str, others: Iterable[str]) -> bool:
@@ -152,7 +177,11 @@ def may_be_state(before: Sequence[str], behind: Sequence[str], begin: str, other
 def _is_beside_model(before: Sequence[str], behind: Sequence[str], begin: str) -> bool:
     first, _, keys = begin.removesuffix(".").partition(".")
     is_beside = first not in before[:1] and (keys or first).rpartition(".")[2] in OF_MODEL
-    return is_beside or not STATE_WORDS.intersection((*before, *behind)) <= MODULE_WORDS
+    return is_beside or _is_of_optimizer((*before, *behind))
+
+
+def _is_of_optimizer(parts: Sequence[str]) -> bool:
+    return not STATE_WORDS.intersection(parts) <= MODULE_WORDS
 
 
 def _told(name: str, told: Mapping[str, str], shapes: Container[str]) -> str | None:
@@ -169,7 +198,10 @@ def ends_of(name: str) -> Iterator[str]:
 
 
 def with_state(names: Collection[str]) -> frozenset[str]:
-    """Return the tensors that have state of their own (`optimizer.state.ema.w.exp_avg`), so they are none of others."""
+    """Return the tensors that have state of their own (`optimizer.state.ema.w.exp_avg`), so they are none of others.
+
+    So has `ema.w` if there are `adam_m.ema.w` and `adam_m.w`.
+    """
     parameters = set()
     for name in names:
         _, found, rest = f".{name}".partition(f".{STATE_KEY}.")
@@ -178,6 +210,16 @@ def with_state(names: Collection[str]) -> frozenset[str]:
             if rest in names:
                 parameters.add(rest)
                 break
+    words_of = ((name, STATE_WORDS.intersection(parts_of(name))) for name in names)
+    modules = [name for name, words in words_of if words and words <= MODULE_WORDS]
+    parted = {name: parted_anywhere(name, names) for name in modules}
+    owner_of = {name: owner[0] for name, owner in parted.items() if owner is not None}
+    for name in names if owner_of else ():
+        head, dot, key = name.rpartition(".")
+        around = [(end, NameAffixes(name.removesuffix(end), "")) for end in ends_of(name)]
+        for own, affixes in (*around, (head, NameAffixes("", f"{dot}{key}"))):
+            if own in owner_of and affixes.is_of_optimizer and affixes.around(owner_of[own]) in names:
+                parameters.add(own)
     return frozenset(parameters)
 
 
@@ -220,7 +262,8 @@ def parted_anywhere(name: str, inventory: Container[str]) -> tuple[str, NameAffi
     """Find the longest name among `inventory` inside a state tensor's name: `optim.exp_avg.fc.w` gives (`fc.w`, its
     affixes).
 
-    Names behind `state.` come first: `optim.state.w.exp_avg` is of `w`, even if there is a parameter `state.w`.
+    Names between `state.` and a key come first: `optim.state.w.exp_avg` is of `w`, even if there is a parameter
+    `state.w`.
     """
     spans = [part.span() for part in PART.finditer(name)]
     parts = parts_of(name)
@@ -230,7 +273,7 @@ def parted_anywhere(name: str, inventory: Container[str]) -> tuple[str, NameAffi
             first, last = spans[start][0], spans[start + length - 1][1]
             if name[first:last] in inventory and not STATE_WORDS.isdisjoint((*parts[:start], *parts[start + length :])):
                 parted = name[first:last], NameAffixes(name[:first], name[last:])
-                if start > 0 and parts[start - 1] == STATE_KEY:
+                if start > 0 and parts[start - 1] == STATE_KEY and start + length < len(parts):
                     return parted
                 found = found or parted
     return found

@@ -178,6 +178,48 @@ def test_what_may_be_a_module_or_state_of_another_is_refused_by_name(tmp_path: P
     assert held(tmp_path / "dst").keys() == {"noise"} and held(tmp_path / "kept").keys() == {other, "noise"}
 
 
+WORDS = few(2, ["state", "step", "ema", "momentum"])
+
+
+def of_two(word: str, state: str, begin: str = "") -> Tensors:
+    """Return two parameters with a moment each: one has the other's name behind a word for state."""
+    names = [f"{word}.proj.w", "proj.w", "rest.w"]
+    moments: Tensors = {state.format(name): floats(4, 3, first=50 + at) for at, name in enumerate(names[:2])}
+    return moments | {f"{begin}{name}": floats(4, 3, first=at) for at, name in enumerate(names)}
+
+
+@pytest.mark.parametrize("way", ["{0} <=> z.new", "{0} [a b] <=> {0} [(a | 8) b]", "drop"])
+@pytest.mark.parametrize(
+    ("word", "state"), [*((word, "moment1.{}") for word in ("state", "momentum")), ("ema", "{}.exp_avg")]
+)
+@pytest.mark.parametrize("is_longer", [True, False])
+def test_a_parameter_with_moments_of_its_own_is_no_state_of_another(
+    tmp_path: Path, word: str, state: str, way: str, is_longer: bool
+) -> None:
+    tensors, name = of_two(word, state), f"{word}.proj.w" if is_longer else "proj.w"
+    text = f"drop = '{name}'\n[[map]]\neq = 'rest.w <=> rest.v'" if way == "drop" else f"eq = '{way.format(name)}'"
+    source, map_path = source_of(tmp_path, tensors), map_of(tmp_path, f"[[map]]\n{text}\n")
+    reshard_mpi.transform(source, tmp_path / "dst", map=map_path, forward=True)
+    new = {"rest.w": "rest.v"} if way == "drop" else {name: "z.new", state.format(name): state.format("z.new")}
+    made = {} if way == "drop" else {each: tensors[each] for each in (name, state.format(name))}
+    if "|" in way:
+        made = {each: np.concatenate([array, np.zeros((4, 3), np.float32)]) for each, array in made.items()}
+        new = {}
+    made = {each: array for each, array in tensors.items() if each not in (name, state.format(name))} | made
+    assert_held(tmp_path / "dst", {new.get(each, each): array for each, array in made.items()})
+
+
+@pytest.mark.parametrize("begin", ["", "model.", "net."])
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("is_longer", [True, False])
+def test_of_two_parameters_each_goes_with_its_own_moment(
+    tmp_path: Path, begin: str, word: str, is_longer: bool
+) -> None:
+    tensors, name = of_two(word, "adam_m.{}", begin), f"{word}.proj.w" if is_longer else "proj.w"
+    reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", exclude=f"{begin}{name}")
+    assert held(tmp_path / "dst").keys() == tensors.keys() - {f"{begin}{name}", f"adam_m.{name}"}
+
+
 def test_state_by_one_word_is_that_of_a_model_below_a_key_for_models(tmp_path: Path) -> None:
     tensors: Tensors = {
         "model.a.w": floats(3, 2),

@@ -454,6 +454,17 @@ def test_a_parameter_that_is_left_out_is_in_no_group(tmp_path: Path, form: str, 
         assert [group["params"] for group in optimizer["param_groups"]] == [["new.w"], []]
 
 
+@pytest.mark.parametrize("form", ["names", "flat"])
+@pytest.mark.parametrize("name", few(1, ["state.0.w", "ema.w", "step.w", "exp_avg.w"]))
+def test_state_goes_with_a_parameter_that_has_a_word_for_state_in_its_name(
+    tmp_path: Path, name: str, form: str
+) -> None:
+    of_form(tmp_path / "x.pt", (name, "a.w"), "optim", form, own=True)
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", exclude=[f"model.{name}"])
+    made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    assert [*made["model"]] == ["a.w"] and name not in str(made["optim"])
+
+
 @pytest.mark.parametrize("form", ["numbers", "names"])
 def test_a_parameter_gets_the_name_of_a_module_whose_others_go_elsewhere(tmp_path: Path, form: str) -> None:
     """Its state is tensors alone, and lies in a dictionary of its own."""
