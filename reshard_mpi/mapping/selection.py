@@ -19,6 +19,7 @@ from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY
 from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, Pads
 from reshard_mpi.mapping.rules import TYPES, Drop, Fill, Rules, element_of
 from reshard_mpi.mapping.state_owners import OwnersInPart, is_named_as_state, owned_by, owners, owners_in_part
+from reshard_mpi.mapping.tensor_kinds import MODULE_WORDS, STATE_WORDS
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.strategy import named_after
@@ -78,7 +79,7 @@ def _deciding(choice: Selection, name: str, shape: tuple[int, ...]) -> int | Non
 def settings_among(shapes: Mapping[str, Shape]) -> frozenset[str]:
     """Return the single numbers that training counts or sets: in groups and state of optimizers, schedulers, callbacks.
 
-    State with the shape of a parameter is no such number, even if the parameter has one element.
+    State with the shape of a parameter is no such number, even if the parameter has one element; nor are moments.
 
     Args:
         shapes: of all tensors, by names in their file.
@@ -94,7 +95,7 @@ def settings_among(shapes: Mapping[str, Shape]) -> frozenset[str]:
         and (
             GROUPS in parents
             or key in BY_GROUP
-            or (STATE_KEY in parents and key not in of_parameters)
+            or (STATE_KEY in parents and key not in of_parameters | STATE_WORDS - MODULE_WORDS)
             or any("sched" in part.lower() or part == "callbacks" for part in parents)
         )
     )

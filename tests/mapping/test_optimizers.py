@@ -1027,6 +1027,20 @@ def test_a_type_for_all_leaves_settings_that_are_tensors(tmp_path: Path, is_flat
     assert {*loaded} - kept == {"model.q", "model.scale_of_all", "optim.state.q.exp_avg", "optim.state.k.exp_avg"}
 
 
+@pytest.mark.parametrize("shape", [(1,), (1, 1), ()])
+def test_a_type_for_all_is_that_of_moments_where_all_parameters_have_one_element(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    """As the temperature of a training of agents, which has an optimizer of its own."""
+    single = {key: tensor(np.full(shape, 0.999, np.float32)) for key in ("exp_avg", "exp_avg_sq", "mu_product", "step")}
+    optimizer = {"state": {0: single}, "param_groups": [{"lr": 0.5, "params": [0]}]}
+    torch_peer.save(tmp_path / "x.pt", {"model": {"log_alpha": tensor(np.ones(shape, np.float32))}, "optim": optimizer})
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="safetensors", dtype="bf16")
+    loaded = reshard_mpi.load_rank(0, tmp_path / "dst")
+    kept = {name.rpartition(".")[2] for name, value in loaded.items() if value.dtype == np.float32}
+    assert kept == {"mu_product", "step"}
+
+
 @pytest.mark.parametrize("copy", [{"shadow_params": True}, {"amp": {"master": True}}, {"names": True}])
 def test_a_list_of_copies_is_not_taken_for_the_model(tmp_path: Path, copy: dict[str, Any]) -> None:
     """As of an EMA or of master weights; the model has a buffer of its own, so it has more tensors than numbers."""
