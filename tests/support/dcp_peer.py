@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import io
 import pickle
-import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 
@@ -200,7 +198,7 @@ def write(
 
 def dumps(value: Any, protocol: int = 4, *, in_c: bool = True) -> bytes:
     """Return the pickle of metadata, by the pickler that torch uses or by the one in Python."""
-    with mock.patch.dict(sys.modules, MODULES):
+    with torch_peer.in_place(MODULES):
         if in_c:
             return pickle.dumps(value, protocol)
         stream = io.BytesIO()

@@ -11,7 +11,6 @@ import importlib
 import io
 import itertools
 import math
-import sys
 import types
 import zipfile
 from collections import OrderedDict
@@ -19,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 from hypothesis import strategies as st
@@ -203,7 +201,7 @@ def write(folder: Path, training: Training, form: Form, spoil: Spoil = lambda na
 
 def save(path: Path, content: Any) -> None:
     """Write a file as torch.save does, with DeepSpeed's classes."""
-    with mock.patch.dict(sys.modules, _MODULES):
+    with torch_peer.in_place(_MODULES):
         torch_peer.save(path, content)
 
 

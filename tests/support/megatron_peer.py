@@ -11,7 +11,6 @@ import enum
 import itertools
 import math
 import random
-import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -394,7 +393,7 @@ def write(
         stated: another training whose state is written with these weights.
         made: what is saved of a piece of a tensor.
     """
-    with mock.patch.dict(sys.modules, _MODULES):
+    with torch_peer.in_place(_MODULES):
         contents = _contents(training, form, stated or training)
         spoil(contents)
         folder.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ The stand-ins have the names under which torch's own objects are pickled; torch 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import pickle
@@ -12,9 +13,9 @@ import sys
 import types
 import zipfile
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
@@ -104,9 +105,29 @@ def _stand_ins() -> dict[str, types.ModuleType]:
 STAND_INS = _stand_ins()
 
 
-class _Pickler(pickle._Pickler):  # type: ignore[name-defined,misc]  # the one in C looks names up in other ways
+@contextlib.contextmanager
+def in_place(modules: dict[str, types.ModuleType]) -> Iterator[None]:
+    """Have these modules imported, in place of any of their names."""
+    before = {name: sys.modules[name] for name in modules if name in sys.modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in modules:
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO, protocol: int) -> None:
+        super().__init__(stream, protocol)
+        self.stored: dict[str, bytes] = {}
+
     def persistent_id(self, value: Any) -> Any:
-        return ("storage", value.kind, value.key, "cpu", value.elements) if isinstance(value, Stored) else None
+        if not isinstance(value, Stored):
+            return None
+        self.stored[value.key] = value.content
+        return "storage", value.kind, value.key, "cpu", value.elements
 
 
 class _Unpickler(pickle.Unpickler):
@@ -142,17 +163,11 @@ def tensor(sample: SampleTensor, key: str) -> Tensor:
 
 def dumps(value: Any, *, protocol: int = 2) -> tuple[bytes, dict[str, bytes]]:
     """Return the pickle of a value with tensors in it, and the bytes of its storages by key."""
-    stream, stored = io.BytesIO(), dict[str, bytes]()
-
-    class Pickler(_Pickler):
-        def persistent_id(self, part: Any) -> Any:
-            if isinstance(part, Stored):
-                stored[part.key] = part.content
-            return super().persistent_id(part)
-
-    with mock.patch.dict(sys.modules, STAND_INS):
-        Pickler(stream, protocol).dump(value)
-    return stream.getvalue(), stored
+    stream = io.BytesIO()
+    pickler = _Pickler(stream, protocol)
+    with in_place(STAND_INS):
+        pickler.dump(value)
+    return stream.getvalue(), pickler.stored
 
 
 def archive(path: Path, members: dict[str, bytes], *, top: str = "net", compression: int = zipfile.ZIP_STORED) -> None:
