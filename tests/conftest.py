@@ -24,7 +24,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from support import browser
 from support.conversions import Conversion, make
-from support.examples import QUICK
+from support.examples import DEEP, QUICK, WHOLE
 from support.launch import MPI, MPI_NAMES, RankRun, find_mpi, run_ranks
 from support.slurm import Cluster, running_cluster
 
@@ -44,11 +44,15 @@ _NUMBERS = itertools.count()
 
 # Cases build whole checkpoints, so one example may well take longer than hypothesis likes. A continuous integration
 # run draws the same examples every time: it judges the change, while developers' runs look for what is still hidden.
-settings.register_profile("developer", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+settings.register_profile(
+    "developer", deadline=None, max_examples=WHOLE, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
 settings.register_profile("ci", settings.get_profile("developer"), derandomize=True)
 _PROFILE = "ci" if os.environ.get("CI") else "developer"
 # The quick part of the suite looks at a few examples of each property.
 settings.register_profile("quick", settings.get_profile(_PROFILE), max_examples=QUICK)
+# Of a night: `--hypothesis-profile=deep`.
+settings.register_profile("deep", settings.get_profile("developer"), max_examples=DEEP)
 settings.load_profile(_PROFILE)
 
 

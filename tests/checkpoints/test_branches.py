@@ -524,7 +524,7 @@ def oracle(word: str, content: Any) -> Any:
     return content
 
 
-@many(40)  # each is three conversions
+@many(25)  # each is three conversions
 @given(data=st.data())
 def test_any_files_come_out_as_a_naive_join_says(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     words = data.draw(st.lists(st.sampled_from([*WORDS]), min_size=2, max_size=4, unique=True))

@@ -138,7 +138,7 @@ def test_states_that_only_targets_of_another_stage_open(tmp_path: Path) -> None:
 holders = st.sets(st.integers(0, RANKS - 1), min_size=1)
 
 
-@many(30)
+@many(25)
 @given(own=st.dictionaries(st.sampled_from("abc"), holders), targets=st.integers(1, 6))
 def test_all_names_arrive_or_none(
     tmp_path_factory: pytest.TempPathFactory, own: dict[str, set[int]], targets: int

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.cases import REPLICATED_NAMES, Case, Side, cases, same
 from support.checkpoints import Arrays, expected_rank
@@ -233,13 +233,11 @@ def only_these_hold(side: Side, name: str, whole: np.ndarray, ranks: Collection[
     return alone.reshape(whole.shape)
 
 
-@settings(max_examples=100)
 @given(spoiled_checkpoints(STRUCTURE), st.sampled_from(list(Replicas)))
 def test_another_structure(spoiled: Spoiled, replicas: Replicas) -> None:
     check_structure(spoiled, replicas)
 
 
-@settings(max_examples=100)
 @given(spoiled_checkpoints(VALUES))
 def test_other_values(spoiled: Spoiled) -> None:
     assume(spoiled.names)

@@ -120,7 +120,7 @@ class Made:
         return Manifest(str(path), "none", tensors), full + GAP
 
 
-@many(150)
+@many(75)
 @given(data=st.data())
 def test_what_is_moved_many_at_a_time(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:

@@ -245,7 +245,7 @@ LIMITS = st.builds(
 
 
 @pytest.mark.slow
-@many(250)
+@many(125)
 @given(
     data=st.data(),
     limits=LIMITS,
@@ -332,7 +332,7 @@ def _unsupported(*_: object) -> int:
     raise OSError(38, "Function not implemented")
 
 
-@many(100)
+@many(50)
 @given(data=st.data(), limits=LIMITS)
 def test_first_difference_is_the_first(data: st.DataObject, limits: Limits) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=3)))

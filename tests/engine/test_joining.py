@@ -62,7 +62,7 @@ def by_hand(parts: list[int], name: str, *, is_mean: bool) -> tuple[int, bool]:
     return rounded.bits, rounded.too_large or overflowed
 
 
-@many(300)
+@many(150)
 @given(
     name=st.sampled_from(list(FORMS)),
     is_mean=st.booleans(),

@@ -33,7 +33,7 @@ def placed(draw: st.DrawFn) -> tuple[Copy, Box]:
     return Copy(0, entry, source, Box(tuple(start), tuple(stop))), place
 
 
-@many(300)
+@many(150)
 @given(drawn=placed(), buffer_bytes=st.integers(4, 1 << 14))
 def test_numpy_is_announced(drawn: tuple[Copy, Box], buffer_bytes: int) -> None:
     copy, place = drawn

@@ -18,7 +18,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import dcp_peer, torch_peer
 from support.dcp_peer import MetadataIndex, Size, arrays_of, listed
@@ -232,7 +232,6 @@ def said(content: bytes, readers: PickleHooks) -> Any:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
 @given(listings(), st.sampled_from([2, 4, 5]), st.booleans())
 def test_many_at_once_are_read_as_one_by_one(listing: dcp_peer.Metadata, protocol: int, in_c: bool) -> None:
     content = dcp_peer.dumps(listing, protocol, in_c=in_c)

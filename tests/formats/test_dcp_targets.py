@@ -318,7 +318,7 @@ def samples_kind(length: int) -> dcp.file_layout.TensorType:
     return dcp.file_layout.TensorType(FLOAT, (length,))
 
 
-@many(60)
+@many(30)
 @given(contents=example_contents.contents())
 def test_any_contents_come_back(tmp_path_factory: pytest.TempPathFactory, contents: ShardContents) -> None:
     held = [tensor for tensor in contents.tensors.values() if tensor.dtype.name not in torch_peer.CANNOT_HOLD]

@@ -388,7 +388,7 @@ def write_slices(folder: Path, made: Training, form: Form, spoil: deepspeed_peer
     return deepspeed_slices.write(folder, deepspeed_slices.sliced(made, kinds, 2), form, spoil)
 
 
-@many(250)
+@many(125)
 @given(st.data())
 def test_any_value_may_be_odd(data: st.DataObject) -> None:
     """Whatever stands in a file in place of anything, it is refused by an error of the package, or read."""

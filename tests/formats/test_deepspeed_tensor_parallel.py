@@ -18,7 +18,7 @@ from support.examples import few, many
 import reshard_mpi
 
 
-@many(50)
+@many(25)
 @given(deepspeed_slices.trainings())
 def test_whole_tensors(drawn: tuple[Sliced, Form]) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -14,7 +14,7 @@ from support.deepspeed_peer import Form, Training, require_read
 from support.examples import many
 
 
-@many(150)
+@many(75)
 @given(deepspeed_peer.trainings())
 def test_whole_tensors(drawn: tuple[Training, Form]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -22,7 +22,7 @@ def test_whole_tensors(drawn: tuple[Training, Form]) -> None:
         require_read(Path(folder, "save"), *drawn)
 
 
-@many(60)
+@many(30)
 @given(deepspeed_peer.trainings(kinds=["plain"]))
 def test_whole_tensors_of_a_universal_folder(drawn: tuple[Training, Form]) -> None:
     training, form = drawn

@@ -47,7 +47,7 @@ def expected(content: bytes) -> Any:
     return [(key, list(value) if type(value) is tuple else value) for key, value in whole]
 
 
-@many(300)
+@many(150)
 @given(
     value=st.dictionaries(TEXTS, VALUES, max_size=6),
     window=st.integers(40, 400),
@@ -63,7 +63,7 @@ def test_it_reads_what_the_standard_parser_reads(
         assert read_whole(content) == expected(content)
 
 
-@many(300)
+@many(150)
 @given(
     value=st.dictionaries(TEXTS, VALUES, min_size=1, max_size=4), at=st.integers(0, 1 << 20), byte=st.integers(0, 255)
 )

@@ -28,7 +28,7 @@ EXPERTS = training(Model(layers=((1, 1),), experts=4))
 SINGLE = training(Model(dtype="float32"))
 
 
-@many(120)
+@many(60)
 @given(megatron_legacy_peer.trainings())
 def test_whole_tensors(drawn: tuple[Training, Form]) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -51,7 +51,7 @@ def flow(sources: int, planned: tuple[int, ...], targets: int, feeds: tuple[Feed
     return Flow(Shards(sources, "rank", {}), Shards(targets, "rank", {}), planned, feeds)
 
 
-@many(50)
+@many(25)
 @given(case=cases())
 def test_feeds_and_moves_are_what_each_rank_holds(case: Case, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("case")

@@ -128,7 +128,7 @@ def drawings(draw: st.DrawFn) -> Figures:
     return fused(tensors, draw(lengths), draw(lengths), draw(st.integers(0, 1)), sources, draw(st.integers(1, 12)))
 
 
-@many(200)
+@many(100)
 @given(drawn=drawings())
 def test_no_text_is_cut_off_or_written_over_another(drawn: Figures) -> None:
     for scene in (matrix_scene(drawn), cut_scene(drawn.cuts[0], drawn)):

@@ -38,7 +38,7 @@ def accumulating(draw: st.DrawFn) -> tuple[Case, dict[str, dict[int, np.ndarray]
 
 
 @pytest.mark.slow
-@many(30)
+@many(25)
 @given(drawn=accumulating(), how=HOW, kinds=st.tuples(*[st.sampled_from(KINDS)] * 2))
 def test_targets_hold_what_is_joined(
     drawn: tuple[Case, dict[str, dict[int, np.ndarray]]], how: str, kinds: tuple[str, str]

@@ -176,7 +176,7 @@ def test_as_a_function(c: Conversion, tmp_path: Path) -> None:
     assert raised.value.exit_code == 4
 
 
-@many(30)
+@many(25)
 @given(data=st.data())
 def test_the_first_difference_is_numpys(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("diff")

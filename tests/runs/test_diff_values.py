@@ -151,7 +151,7 @@ def comparison(first: Path, second: Path, **options: Any) -> ValueComparison:
     return found
 
 
-@many(100)
+@many(50)
 @given(data=st.data())
 def test_it_is_what_exact_arithmetic_says(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("values")

@@ -28,7 +28,7 @@ def lists(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box], Box]:
     return shape, pieces, draw(boxes(shape))
 
 
-@many(500)
+@many(250)
 @given(lists())
 def test_every_element_comes_from_the_first_piece_that_has_it(drawn: tuple[tuple[int, ...], list[Box], Box]) -> None:
     shape, pieces, box = drawn

@@ -44,7 +44,7 @@ NAMES = st.text("0123459ab.*[]?!-\n\u0663", min_size=1, max_size=6)
 
 
 @given(st.sets(NAMES, max_size=12), st.sets(NAMES, max_size=12))
-@many(300)
+@many(150)
 def test_every_name_matches_one_pattern_and_no_other_name_any(names: set[str], others: set[str]) -> None:
     patterns = exact_patterns(names)
     changed = {

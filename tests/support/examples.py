@@ -1,4 +1,4 @@
-"""How many examples the quick part of the suite looks at, of a property or of the cases of a test."""
+"""How many examples the suite and its quick part look at, of a property or of the cases of a test."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# As many as the profile draws for the quick part of the suite (`conftest.py`).
-QUICK = 5
+# As many as the profiles draw of a property (`conftest.py`): in the quick part, in the suite, and in a long search.
+QUICK, WHOLE, DEEP = 5, 50, 1000
 
 
 def many(count: int) -> settings:
-    """Return the settings of a property that needs many examples to be sure of; the quick part draws a few."""
-    return settings(max_examples=QUICK if settings().max_examples == QUICK else count)
+    """Return the settings of a property of which the suite draws so many examples, the quick part a few."""
+    drawn = settings().max_examples
+    return settings(max_examples=QUICK if drawn == QUICK else count * drawn // WHOLE)
 
 
 def one_at_a_time(*choices: Iterable[Any]) -> list[tuple[Any, ...]]:

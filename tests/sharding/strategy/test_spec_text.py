@@ -60,7 +60,7 @@ def assert_same(strategy: Strategy, names: set[str]) -> str:
 
 
 @given(whole_strategies(), st.sets(NAMES, max_size=5))
-@many(300)
+@many(150)
 def test_every_name_is_placed_as_before(strategy: Strategy, others: set[str]) -> None:
     names = {*others, *(f"{prefix}.{name}" for name in strategy.parameters for prefix in ("moments", "a.1"))}
     try:
@@ -72,7 +72,7 @@ def test_every_name_is_placed_as_before(strategy: Strategy, others: set[str]) ->
 
 
 @given(st.data(), st.sampled_from([4, 6, 8, 12]))
-@many(200)
+@many(100)
 def test_what_is_refused_cannot_be_said_over_any_mesh(data: st.DataObject, ranks: int) -> None:
     parameters = {name: (data.draw(placements(ranks)),) for name in "abc"}
     strategy = Strategy(ranks, 1, parameters)
