@@ -31,6 +31,7 @@ from reshard_mpi.sharding.strategy import Strategy
 
 _RANKS, _TARGETS = 4, 2
 _EXPERTS, _GROUPS, _PER_GROUP = 8, 8, 4
+_EXPERTS_OF_LARGEST = 256
 _REGROUPED = f"""
 [axes]
 g = {_GROUPS}
@@ -220,7 +221,7 @@ def _largest() -> Shapes:
         if layer < 3:
             network |= feed_forward(f"{prefix}.mlp", wide)
             continue
-        for expert in range(256):
+        for expert in range(_EXPERTS_OF_LARGEST):
             network |= feed_forward(f"{prefix}.mlp.experts.{expert}", narrow)
         network |= feed_forward(f"{prefix}.mlp.shared_experts", narrow)
         network |= {f"{prefix}.mlp.gate.weight": (256, hidden), f"{prefix}.mlp.gate.e_score_correction_bias": (256,)}

@@ -55,12 +55,14 @@ def bare_interpreter(tmp_path: Path) -> Path:
 
 
 class TestCommands:
-    """`python -m benchmarks`, each benchmark once; all but one without warming up, in this process."""
+    """`python -m benchmarks`, each benchmark once; all but one in this process, without warming up, of few tensors."""
 
     @pytest.fixture(autouse=True)
     def _cold(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("benchmarks.interleave.WARM_UPS", 0)
         monkeypatch.setattr("benchmarks.tensors._PIECES", 100)
+        monkeypatch.setattr("benchmarks.audit._EXPERTS", 100)
+        monkeypatch.setattr("benchmarks.maps._EXPERTS_OF_LARGEST", 8)
 
     def test_conversion(self, tmp_path: Path, bare_interpreter: Path) -> None:
         peers = ["--mindspore", bare_interpreter, "--torch", bare_interpreter]

@@ -20,6 +20,13 @@ TOYS = ROOT / "tests" / "toy_package"
 _MARKED = {"ci:setup": ".ci/run", "ci:test": ".ci/run", "guide": "tests/cli/test_stories.py"}
 
 
+# The suite has the conformance suites of two pages itself: there each of their properties is looked at a few times.
+_FEW = """from hypothesis import settings
+settings.register_profile("few", max_examples=5)
+settings.load_profile("few")
+"""
+
+
 def is_run_here(step: Step) -> bool:
     return step.commands.elsewhere is None and step.commands.mark not in _MARKED
 
@@ -36,7 +43,8 @@ def test_commands_do_what_the_page_says(page: Path, tmp_path: Path) -> None:
     run = [step for step in steps(page.read_text()) if is_run_here(step)]
     if any("mpirun" in step.commands.text for step in run) and find_mpi("mpich") is None:
         pytest.skip("mpich is not installed")
-    ran = run_steps(run, tmp_path)
+    (tmp_path / "few.py").write_text(_FEW)
+    ran = run_steps(run, tmp_path, env={"PYTEST_ADDOPTS": "-p few", "PYTHONPATH": str(tmp_path)})
     for step, (code, printed) in zip(run, ran):
         place = f"{page.name}, line {step.commands.line}"
         assert code == step.commands.exit_code, f"{place}: exit code {code}\n{step.commands.text}\n{printed}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,10 +96,16 @@ def block_run_by(page: str, test: str) -> str:
     return text
 
 
-def run_steps(run: Iterable[Step], folder: Path, *, timeout_seconds: float = 2 * HANG_SECONDS) -> list[Ran]:
+def run_steps(
+    run: Iterable[Step],
+    folder: Path,
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout_seconds: float = 2 * HANG_SECONDS,
+) -> list[Ran]:
     """Run commands in one shell, which begins in a new folder `folder`/work, and stops where an exit code is another.
 
-    What is returned ends with the step that went wrong.
+    What is returned ends with the step that went wrong. env: what the shell has in its environment besides.
     """
     work, scripts = folder / "work", folder / "steps"
     work.mkdir()
@@ -118,6 +124,7 @@ def run_steps(run: Iterable[Step], folder: Path, *, timeout_seconds: float = 2 *
             f"code=$?; trap - EXIT; echo $code >{name}.code; [ $code = {expected} ] || exit 0",
         ]
     environment = {"PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]), "HOME": str(folder)}
+    environment |= env or {}
     run_command(["bash", "-c", "\n".join(driver)], env=environment, timeout_seconds=timeout_seconds)
     codes = sorted(scripts.glob("*.code"), key=lambda path: int(path.stem))
     return [Ran(int(path.read_text()), path.with_suffix(".printed").read_text()) for path in codes]
