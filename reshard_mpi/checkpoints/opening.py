@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ from reshard_mpi.planning.rank_plan import CHOSEN_FILES, SharedFact
 from reshard_mpi.planning.shared_facts import require_one_checkpoint
 from reshard_mpi.planning.source_flaws import modified_warning
 from reshard_mpi.processes.comm import Comm
+from reshard_mpi.quantization.weights import SCHEME_TEXT
 from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.strategy import Strategy, unsharded
 
@@ -66,7 +67,7 @@ def open_source(
         if strategy is None and len(files.by_rank) == 1:
             _require_whole_run(files)
     elif described is not None:
-        _require_agreement(strategy, described, manifest.path)
+        _require_agreement(strategy, described, manifest)
     elif has_records:
         _require_as_many_ranks(files, strategy)
     if strategy is None:
@@ -281,14 +282,17 @@ def _may_be_cut(run: RunIdentity, folder: Path) -> bool:
     return strategy.stages > 1 or any(placement.is_cut for placement in (*placements, *of_rules))
 
 
-def _require_agreement(given: Strategy, described: Strategy, path: str) -> None:
-    differing = [name for name in described.parameters if given.find(name) != described.parameters[name]]
+def _require_agreement(given: Strategy, described: Strategy, manifest: Manifest) -> None:
+    names: Iterable[str] = described.parameters
+    if SCHEME_TEXT in manifest.strings:  # who gives a strategy need not list the companions of quantized weights
+        names = filter(given.find, names)
+    differing = [name for name in names if given.find(name) != described.parameters[name]]
     if given.world_size != described.world_size or (differing and not given.rules):
         raise StrategyError(
             "the strategy contradicts what the shards say of themselves",
             expected=f"{described.world_size} ranks, as the shards say",
             got=f"{given.world_size} ranks" + (f", another placement of {differing[0]!r}" if differing else ""),
-            where=f"{given.origin} and {path}",
+            where=f"{given.origin} and {manifest.path}",
             remedy="leave it out: these shards describe themselves",
         )
 

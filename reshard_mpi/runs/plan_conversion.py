@@ -53,6 +53,7 @@ from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import MIB
 
 if TYPE_CHECKING:
+    from reshard_mpi.quantization.placing import QuantizedWeights
     from reshard_mpi.runs.mapped_source import MappedCheckpoint
     from reshard_mpi.runs.packing import Packing
 
@@ -160,12 +161,7 @@ class Conversion:
                 self._tell_where(hole)
         quantization = self.planned_source.quantization
         if quantization is not None:
-            if self.target.world_size > 1 or self.source.strategy.world_size > 1:
-                from reshard_mpi.planning.quantized_tensors import with_piece_shapes
-
-                plan = with_piece_shapes(plan, quantization.weights, is_global=self.once)
-            if self.keeps_strings:
-                plan = plan._replace(strings={**plan.strings, SCHEME_TEXT: quantization.text})
+            plan = self._saying_how(plan, quantization)
         if plan.strings and not self.keeps_strings:
             plan = self._without_strings(plan)
         if self.view is not None:
@@ -233,6 +229,20 @@ class Conversion:
             shared_facts=(*plan.shared_facts, *self._moments(plan, manifests), *counters),
             prefix_digests=self._beginnings(plan),
         )
+
+    def _saying_how(self, plan: RankPlan, quantization: QuantizedWeights) -> RankPlan:
+        """Return a plan whose target says how it is quantized, and the shapes of its own pieces of weights."""
+        if self.target.world_size > 1 or self.source.strategy.world_size > 1:
+            from reshard_mpi.planning.quantized_tensors import with_piece_shapes
+
+            plan = with_piece_shapes(plan, quantization.weights, is_global=self.once)
+        if self.keeps_strings:
+            return plan._replace(strings={**plan.strings, SCHEME_TEXT: quantization.text})
+        if SCHEME_TEXT not in plan.strings:
+            return plan
+        note = "the targets do not say how they are quantized: keep the model's config.json beside them"
+        strings = {name: text for name, text in plan.strings.items() if name != SCHEME_TEXT}
+        return plan._replace(strings=strings, notes=(*plan.notes, note))
 
     def _without_strings(self, plan: RankPlan) -> RankPlan:
         """Return a plan without strings, for which the target has no place. Raises DisagreementError if `strict`."""

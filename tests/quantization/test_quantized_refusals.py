@@ -189,3 +189,14 @@ def test_what_says_no_method_is_moved_whole(tmp_path: Path) -> None:
     assert bytes_of(tmp_path / "out") == {name: array.tobytes() for name, array in tensors.items()}
     with pytest.raises(LayoutError, match="moved whole"):
         reshard_mpi.transform(source, tmp_path / "cut", dst_strategy=strategy(tmp_path, cut("w.weight")))
+
+
+def test_ranks_that_say_how_they_are_cut_need_no_entry_for_scales(source: Path, tmp_path: Path) -> None:
+    reshard_mpi.transform(source, tmp_path / "out", dst_strategy=strategy(tmp_path, cut("w.weight")), to="hdf5")
+    named = tmp_path / "named.toml"
+    named.write_text(f'mesh = {{ tp = 2 }}\n{cut("w.weight")}[[parameter]]\nmatch = "bias"\n')
+    finished = run_here(
+        "transform", tmp_path / "out", tmp_path / "hf", "--src-strategy", named, "--to", "hf", "--strict"
+    )
+    assert finished.code == 0 and "keep the model's config.json beside them" in finished.err, finished
+    assert bytes_of(tmp_path / "hf") == {name: array.tobytes() for name, array in blocks().items()}
