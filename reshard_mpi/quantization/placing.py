@@ -76,7 +76,10 @@ class QuantizedWeights:
         for stored, (weight, shape) in self.weights.items():
             placements = strategy.find(stored)
             fitted = None
-            for companion in weight.companions if placements else ():
+            if not placements:
+                _require_none_placed(weight, strategy)
+                continue
+            for companion in weight.companions:
                 key = (id(placements), shape, weight.grain, weight.scheme, companion.dims)
                 derived = known.get(key)
                 if derived is None:
@@ -186,6 +189,19 @@ def _following(companion: Companion, placement: Placement, shape: Shape) -> Plac
 def _is_cut_less(companion: Placement, weight: Placement) -> bool:
     """Tell whether ranks with different parts of a weight hold the same of a companion."""
     return companion.holders_per_slice > weight.holders_per_slice // weight.optimizer
+
+
+def _require_none_placed(weight: QuantizedWeight, strategy: Strategy) -> None:
+    """Raise StrategyError if a strategy places a companion of a weight that it does not place."""
+    placed = next((each.name for each in weight.companions if strategy.find(each.name)), None)
+    if placed is not None:
+        raise StrategyError(
+            f"the strategy places {placed!r}, and not the weight that it belongs to",
+            expected=f"an entry for {weight.stored!r}, which its companions follow",
+            got=f"none, and one that matches {placed!r}",
+            where=strategy.origin,
+            remedy="give the weight an entry, or take that one away",
+        )
 
 
 def _require_same(

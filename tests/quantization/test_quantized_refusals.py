@@ -200,3 +200,10 @@ def test_ranks_that_say_how_they_are_cut_need_no_entry_for_scales(source: Path, 
     )
     assert finished.code == 0 and "keep the model's config.json beside them" in finished.err, finished
     assert bytes_of(tmp_path / "hf") == {name: array.tobytes() for name, array in blocks().items()}
+
+
+def test_a_companion_is_not_placed_without_its_weight(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "scales.toml"
+    path.write_text(f'mesh = {{ tp = 2 }}\n{cut("*_scale_inv")}[[parameter]]\nmatch = "bias"\n')
+    with pytest.raises(StrategyError, match="not the weight that it belongs to"):
+        reshard_mpi.transform(source, tmp_path / "out", dst_strategy=path)
