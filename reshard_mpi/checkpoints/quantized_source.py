@@ -21,7 +21,7 @@ from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorEntry, Tensor
 from reshard_mpi.quantization.placing import QuantizedWeights, StoredWeight
 from reshard_mpi.quantization.weights import QuantizedWeight
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.layout import whole_shape_of_parts
+from reshard_mpi.sharding.layout import Layout, whole_shape_of_parts
 from reshard_mpi.text import MIB
 
 # Files beside a checkpoint that say how it is quantized.
@@ -63,9 +63,7 @@ def with_quantization(source: SourceCheckpoint) -> SourceCheckpoint:
     whole = {weight.stored: _whole_shape(source, weight.stored, kinds[weight.stored]) for weight in of_parts}
     whole_kinds = {name: kind._replace(shape=shape) for name, kind, shape in _whole_kinds(of_parts, kinds, whole)}
     stated_whole = {
-        companion.name: _stated_whole(
-            weight, stated.of(companion.name), kinds[weight.stored].shape, whole[weight.stored]
-        )
+        companion.name: _stated_whole(source, weight, stated.of(companion.name), whole[weight.stored])
         for weight in of_parts
         if (companion := weight.companion("shape")) is not None
     }
@@ -161,13 +159,30 @@ def _whole_kinds(
 
 
 def _stated_whole(
-    weight: QuantizedWeight, stated: tuple[int, ...] | None, part: tuple[int, ...], whole: tuple[int, ...]
+    source: SourceCheckpoint, weight: QuantizedWeight, stated: tuple[int, ...] | None, whole: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Return the shape of a whole packed weight, by that which a part states of itself."""
-    if stated is None or len(stated) != len(part) or part == whole:
+    """Return the shape of a whole packed weight. Its last part tells where it ends, as the last word may not be full.
+
+    Args:
+        stated: what one of its parts states of itself.
+        whole: the shape of the whole tensor with its elements.
+    """
+    name, companion, bits = weight.stored, weight.companion("shape"), weight.scheme.bits
+    if stated is None or companion is None or len(stated) != len(whole):
         return stated
-    last = stated[-1] if part[-1] == whole[-1] else whole[-1] * 32 // weight.scheme.bits
-    return (*whole[:-1], last)
+    placements = source.strategy.find(name)
+    for rank in sorted(source.files.by_rank):
+        manifest = source.find(rank)
+        if manifest is None or name not in manifest.tensors or companion.name not in manifest.tensors:
+            continue
+        near = next((each for each in placements if source.strategy.stage_of(rank) in each.stages), None)
+        if near is None:
+            return stated
+        box = Layout(near, whole).box(rank)
+        own = _StatedShapes([manifest]).of(companion.name)
+        if own is not None and box.shape[-1] and box.stop[-1] == whole[-1]:
+            return (*whole[:-1], box.start[-1] * 32 // bits + own[-1])
+    return (*whole[:-1], whole[-1] * 32 // bits)
 
 
 class _StatedShapes:

@@ -10,6 +10,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import CoverageError, DisagreementError
+from reshard_mpi.formats.locations import Constant
 from reshard_mpi.formats.manifest import (
     NEST,
     Manifest,
@@ -188,8 +189,8 @@ def loose_beginnings(plan: RankPlan) -> Iterator[TensorPlan]:
         if name in plan.loose and name not in MOMENTS and groups[number].kind.size_bytes:
             tensor = groups[number].tensor(place)
             spec, copy = tensor.spec, tensor.copies[0]
-            if spec.box != Box.whole(spec.global_shape):
-                continue  # the target cuts it, so all of its copies are compared
+            if spec.box != Box.whole(spec.global_shape) or isinstance(copy.source.source, Constant):
+                continue  # the target cuts it, so all of its copies are compared; or it is of no rank
             start = next(spec.box.blocks(_SMALL_BYTES // spec.dtype.itemsize_bytes))
             yield TensorPlan(
                 TensorSpec(spec.name, spec.dtype, spec.global_shape, start), (copy._replace(region=start),)

@@ -176,7 +176,8 @@ def _following(companion: Companion, placement: Placement, shape: Shape) -> Plac
         for length in own:
             places.append(places[-1] + length)
         bounds = [relation.length(place) for place in places]
-        if any(place * relation.own % relation.step for place in places[:-1]):  # where pieces say where they lie
+        starts = [place for place in places[:-1] if place != shape[relation.dim]]  # a slice at the end is empty
+        if any(place * relation.own % relation.step for place in starts):  # where pieces say where they lie
             split.append(())
             continue
         split.append(axes)

@@ -421,7 +421,11 @@ class Conversion:
 
     def _strategy_table(self) -> str:
         if self._table is None:
-            self._table = strategy_table.dumps(self.placed_target)
+            placed, quantization = self.placed_target, self.planned_source.quantization
+            if quantization is not None and quantization.shapes:  # of which each rank has its own, as of what is loose
+                listed = {name: own for name, own in placed.parameters.items() if name not in quantization.shapes}
+                placed = placed.listing_also(listed, placed.alike)
+            self._table = strategy_table.dumps(placed)
         return self._table
 
 

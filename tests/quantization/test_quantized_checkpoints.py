@@ -310,3 +310,43 @@ def test_weights_whose_inputs_are_scaled_are_not_dequantized(tmp_path: Path) -> 
         reshard_mpi.transform(source, tmp_path / "plain", to="hf", dtype="bf16")
     reshard_mpi.transform(source, tmp_path / "moved", to="hf")
     assert bytes_of(tmp_path / "moved") == {name: array.tobytes() for name, array in tensors.items()}
+
+
+def write_packed(folder: Path, rows: int, columns: int, bits: int = 4) -> tuple[Path, dict[str, Array]]:
+    """Write a weight in packed groups of 16 columns; return the checkpoint and its tensors."""
+    tensors = packed(np.random.default_rng(rows), (rows, columns), bits, 16, BFLOAT16).tensors
+    settings = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": 16}
+    return write(folder / "source", tensors, compressed("pack-quantized", **settings)), tensors
+
+
+@pytest.mark.parametrize(("bits", "columns", "lengths"), [(4, 23, [2, 1]), (8, 50, [4, 9, 0]), (8, 43, [0, 4, 4, 3])])
+def test_the_last_part_tells_where_a_packed_weight_ends(
+    tmp_path: Path, bits: int, columns: int, lengths: list[int]
+) -> None:
+    source, tensors = write_packed(tmp_path, 3, columns, bits)
+    strategy = spec(tmp_path / "strategy.toml", "w.weight_packed", 1, lengths)
+    reshard_mpi.transform(source, tmp_path / "cut", dst_strategy=strategy)
+    reshard_mpi.transform(tmp_path / "cut", tmp_path / "merged", src_strategy=strategy)
+    assert bytes_of(tmp_path / "merged") == {name: array.tobytes() for name, array in tensors.items()}
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "hdf5"])
+def test_ranks_that_state_shapes_of_their_own_are_verified(tmp_path: Path, kind: str) -> None:
+    source, tensors = write_packed(tmp_path, 12, 32)
+    strategy = spec(tmp_path / "strategy.toml", "w.weight_packed", 0, [4, 8])
+    reshard_mpi.transform(source, tmp_path / "cut", dst_strategy=strategy, to=kind, verify=True)
+    reshard_mpi.verify(tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / ".reshard_mpi", ignore_errors=True)
+    if kind == "hdf5":  # whose files have sums of their own
+        reshard_mpi.verify(tmp_path / "cut")
+    reshard_mpi.transform(tmp_path / "cut", tmp_path / "merged", src_strategy=strategy, to="safetensors", verify=True)
+    assert bytes_of(tmp_path / "merged") == {name: array.tobytes() for name, array in tensors.items()}
+
+
+def test_ranks_without_rows_hold_no_scales(tmp_path: Path) -> None:
+    sample = fp8(np.random.default_rng(7), (7, 8), (4, 8), np.dtype(np.float32))
+    tensors = {"w.weight": sample.tensors["w.weight"], "w.weight_scale_inv": sample.tensors["w.weight_scale"]}
+    source = write(tmp_path / "source", tensors, {"quant_method": "fp8", "weight_block_size": [4, 8]})
+    strategy = spec(tmp_path / "strategy.toml", "w.weight", 0, [7, 0, 0])
+    reshard_mpi.transform(source, tmp_path / "cut", dst_strategy=strategy)
+    require_parts(tmp_path / "cut", 3, 0, sample.whole)
