@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from reshard_mpi.filesystem.source_files import FileVersion
     from reshard_mpi.planning.rank_plan import Group, RankPlan
+    from reshard_mpi.quantization.placing import QuantizedWeights
 
 
 class SourcePart(NamedTuple):
@@ -302,6 +303,11 @@ class Checkpoint(Mapping[str, Tensor]):
     def texts(self) -> dict[str, str]:
         """The texts beside the tensors, by name, as files have them."""
         return {name: text for name, text in self._plan.strings.items() if name != NEST}
+
+    @property
+    def quantization(self) -> QuantizedWeights | None:
+        """The quantized weights, each with its companions; None if no weight is known to be quantized."""
+        return self._origin.conversion.planned_source.quantization
 
     @property
     def reader(self) -> RegionReader:

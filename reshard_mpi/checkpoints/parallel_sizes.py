@@ -1,6 +1,8 @@
 """Tell into how many tensor-, pipeline- and expert-parallel ranks a model can be cut (`parallel_sizes`).
 
 Shapes alone do not tell how many heads a model has. A configuration does, or the arguments in a checkpoint of Megatron.
+Quantized weights are cut between blocks, along the dimension that servers cut: rows of what makes queries, keys, values
+and gates, columns of what comes behind them.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from typing import Any, NamedTuple
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.mapping.map_file import read_configuration
 from reshard_mpi.mapping.tensor_kinds import TensorKind, expert_of, kin_of, kind_of, layer_of
+from reshard_mpi.quantization.layouts import COLUMNS, ROWS, layout_of
+from reshard_mpi.quantization.placing import StoredWeight
 from reshard_mpi.text import counted, format_bytes, number_ranges, one_line
 
 CONFIG = "config.json"
@@ -30,6 +34,20 @@ _EMBEDDING = re.compile(r"(?:^|[./])(?:\w*embed\w*|wte|tok_embeddings|shared)[./
 _POSITIONS = re.compile(r"position|wpe|rotary|type_embed", re.IGNORECASE)
 _STACKED_LAYERS = re.compile(r"(?:^|[./])layers[./]")
 _EXPERTS = re.compile(r"(?:^|[./])\w*experts[./]")
+# Modules that servers cut along rows, along columns, and not at all; others may be cut along either. In a joined module
+# each part is cut.
+_TWO_PARTS, _QKV = ("gate_up_proj", "w13"), "qkv_proj"
+_CUT_BY_ROWS = frozenset(
+    (
+        *("q_proj", "k_proj", "v_proj", _QKV, "q_b_proj", "kv_b_proj", "linear_qkv", "query_key_value", "c_attn"),
+        *("gate_proj", "up_proj", *_TWO_PARTS, "linear_fc1", "dense_h_to_4h", "c_fc", "fc1", "lm_head"),
+        *("w1", "w3", "wq", "wk", "wv", "wq_b", "wkv_b"),
+    )
+)
+_CUT_BY_COLUMNS = frozenset(
+    ("o_proj", "down_proj", "out_proj", "c_proj", "linear_proj", "linear_fc2", "dense_4h_to_h", "fc2", "w2", "wo")
+)
+_WHOLE = frozenset(("q_a_proj", "kv_a_proj_with_mqa", "linear_q_down_proj", "linear_kv_down_proj", "wq_a", "wkv_a"))
 
 
 class ModelSizes(NamedTuple):
@@ -157,14 +175,17 @@ def _sizes_in(facts: Mapping[str, object], origin: str) -> ModelSizes:
     return ModelSizes(**found, origin=origin) if any(found.values()) else ModelSizes()
 
 
-def parallel_sizes(tensors: Mapping[str, TensorSize], said: ModelSizes) -> PossibleSizes:
+def parallel_sizes(
+    tensors: Mapping[str, TensorSize], said: ModelSizes, quantized: Mapping[str, StoredWeight] = {}
+) -> PossibleSizes:
     """Return into how many ranks a model can be cut.
 
     Args:
         tensors: all of the checkpoint by name, with their whole shapes.
         said: the sizes that a configuration has.
+        quantized: the quantized weights, by the names of the tensors that hold their elements.
     """
-    model = _Model(tensors)
+    model = _Model(tensors, quantized)
     own = model.sizes()
     notes = []
     for what, unit in (("layers", "layers"), ("experts", "experts")):
@@ -184,7 +205,7 @@ def parallel_sizes(tensors: Mapping[str, TensorSize], said: ModelSizes) -> Possi
         own.layers or said.layers,
         said.origin,
     )
-    tensor = model.counts(sizes.heads or _MOST_BY_SHAPE, lambda n: model.tensor_obstacles(n, sizes), model.is_matrix)
+    tensor = model.counts(sizes.heads or _MOST_BY_SHAPE, lambda n: model.tensor_obstacles(n, sizes), model.is_cut)
     stages = model.counts(sizes.layers or 1, lambda n: _undivided(sizes.layers, "layers", n), model.is_of_layer)
     expert = model.counts(sizes.experts or 0, lambda n: _undivided(sizes.experts, "experts", n), model.is_of_expert)
     return PossibleSizes(sizes, tuple(notes), tuple(tensor), tuple(stages), tuple(expert))
@@ -198,8 +219,14 @@ def _undivided(number: int | None, what: str, ranks: int) -> Iterator[str]:
 class _Model:
     """The tensors of a model and its optimizer, as parts of layers and experts."""
 
-    def __init__(self, tensors: Mapping[str, TensorSize]) -> None:
+    def __init__(self, tensors: Mapping[str, TensorSize], quantized: Mapping[str, StoredWeight]) -> None:
         self._tensors = tensors
+        self._quantized = {name: _CutWeight.of(stored) for name, stored in quantized.items()}
+        self._companions = {
+            companion.name: (companion, stored.weight.stored)
+            for stored in quantized.values()
+            for companion in stored.weight.companions
+        }
         self._of_model = {name: tensor for name, tensor in tensors.items() if kind_of(name) is TensorKind.MODEL}
         # The dimensions that layers and experts are stacked along, by the name of the tensor.
         self._stacked = {name: self._stacked_axes(name, tensor.shape) for name, tensor in tensors.items()}
@@ -217,6 +244,7 @@ class _Model:
             tensor.shape[0]
             for name, tensor in self._of_model.items()
             if len(tensor.shape) == 2 and _EMBEDDING.search(name) and not _POSITIONS.search(name)
+            if not self._is_quantized(name)
         ]
         return ModelSizes(
             vocabulary=max(rows, default=None),
@@ -251,7 +279,7 @@ class _Model:
         """The different shapes of what tensor-parallel ranks cut, each with a tensor, without its layer and expert."""
         shapes: dict[tuple[int, ...], str] = {}
         for name, tensor in self._of_model.items():
-            if self.is_matrix(name):
+            if self._is_matrix(name) and not self._is_quantized(name):
                 shapes.setdefault(tensor.shape[sum(self._stacked[name]) :], f"{kin_of(name)} {list(tensor.shape)}")
         return shapes
 
@@ -263,15 +291,96 @@ class _Model:
             padding = counted(-sizes.vocabulary % ranks, "row")
             yield f"vocabulary of {sizes.vocabulary}, which {padding} more would make a multiple"
         named = [name for shape, name in self._matrices.items() if all(length % ranks for length in shape)]
-        yield from named[:_MOST_NAMED]
-        if len(named) > _MOST_NAMED:
-            yield counted(len(named) - _MOST_NAMED, "more shape")
+        off_grain: dict[str, str] = {}
+        for weight in self._cut_weights:
+            if obstacle := weight.obstacle(ranks, sizes):
+                off_grain.setdefault(obstacle, f"{weight.name}: {obstacle}")
+        for texts, what in ((named, "more shape"), ([*off_grain.values()], "more quantized weight")):
+            yield from texts[:_MOST_NAMED]
+            if len(texts) > _MOST_NAMED:
+                yield counted(len(texts) - _MOST_NAMED, what)
 
-    def is_matrix(self, name: str) -> bool:
+    @cached_property
+    def _cut_weights(self) -> tuple[_CutWeight, ...]:
+        """The different quantized weights, without their layers and experts."""
+        return tuple(dict.fromkeys(self._quantized.values()))
+
+    def is_cut(self, name: str) -> bool:
+        """Tell whether tensor-parallel ranks share a tensor out."""
+        if name in self._companions:
+            companion, stored = self._companions[name]
+            dims = {axis.dim for axis in self._quantized[stored].axes}
+            return any(relation is not None and relation.dim in dims for relation in companion.dims)
+        return bool(self._quantized[name].axes) if name in self._quantized else self._is_matrix(name)
+
+    def _is_matrix(self, name: str) -> bool:
         return len(self._tensors[name].shape) - sum(self._stacked[name]) > 1
+
+    def _is_quantized(self, name: str) -> bool:
+        return name in self._quantized or name in self._companions
 
     def is_of_layer(self, name: str) -> bool:
         return layer_of(name) is not None or bool(self._stacked[name][0])
 
     def is_of_expert(self, name: str) -> bool:
         return expert_of(name) is not None or bool(self._stacked[name][1])
+
+
+class _GrainedAxis(NamedTuple):
+    """An axis of a quantized weight along which servers cut it."""
+
+    what: str
+    dim: int  # of the stored tensor
+    length: int  # of the logical weight
+    grain: int  # pieces are multiples of this number of elements of the weight
+
+
+class _CutWeight(NamedTuple):
+    """A quantized weight, and the axes along which servers may cut it; none: each rank has it whole."""
+
+    name: str
+    module: str  # the last word of its module's name
+    axes: tuple[_GrainedAxis, ...]
+    whole_by: str  # a scheme that is not known well enough to cut it; else empty
+
+    @classmethod
+    def of(cls, stored: StoredWeight) -> _CutWeight:
+        weight, shape = stored
+        module = weight.name.removesuffix(".weight").rpartition(".")[2]
+        whole_by = weight.scheme.name if weight.scheme.kind == "whole" else ""
+        whole = cls(kin_of(weight.name), module, (), whole_by)
+        if whole_by or module in _WHOLE or ".indexer." in weight.name:
+            return whole
+        axes = layout_of(weight.scheme).stored.axes
+        found = {
+            axis.of: _GrainedAxis(
+                "rows" if axis.of == ROWS else "columns",
+                dim,
+                int(shape[dim] / axis.ratio),
+                int(weight.grain[dim] / axis.ratio),
+            )
+            for dim, axis in enumerate(axes, len(shape) - len(axes))
+            if axis.of is not None
+        }
+        own = {ROWS} if module in _CUT_BY_ROWS else {COLUMNS} if module in _CUT_BY_COLUMNS else {ROWS, COLUMNS}
+        return whole._replace(axes=tuple(found[each] for each in sorted(own)))
+
+    def obstacle(self, ranks: int, sizes: ModelSizes) -> str:
+        """Return in words why it cannot be cut over a number of ranks; empty: it can be."""
+        if ranks == 1:
+            return ""
+        if self.whole_by:
+            return f"moved whole, being quantized by {self.whole_by}"
+        off = [text for axis in self.axes if (text := self._off_grain(axis, ranks, sizes))]
+        return " and ".join(off) if len(off) == len(self.axes) else ""
+
+    def _off_grain(self, axis: _GrainedAxis, ranks: int, sizes: ModelSizes) -> str:
+        length, what, heads, groups = axis.length, axis.what, sizes.heads or 0, sizes.kv_groups or 0
+        if self.module in _TWO_PARTS:
+            length, what = length // 2, f"{what} of each part"
+        elif self.module == _QKV and groups:
+            length, what = length * groups // (heads + 2 * groups), f"{what} of keys"
+        if length % (ranks * axis.grain) == 0:
+            return ""
+        wanted = "a whole number" if axis.grain == 1 else f"a multiple of {axis.grain}"
+        return f"{length} {what} / {ranks} = {length / ranks:.6g}, not {wanted}"

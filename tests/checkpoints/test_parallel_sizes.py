@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +178,129 @@ def test_it_goes_with_a_whole_checkpoint_alone(llama: Path) -> None:
     for others in (["model*"], ["--rank", "0"], ["--stats"], ["--toml"]):
         said = run_here("inspect", llama, "--parallel-sizes", *others)
         assert said.code == 2 and "--parallel-sizes is of whole checkpoints" in said.err, said
+
+
+def quantized(folder: Path, shapes: dict[str, tuple[str, tuple[int, ...]]], config: dict[str, Any]) -> Path:
+    """Write a quantized checkpoint with sparse tensors of real sizes: only their shapes count."""
+    folder.mkdir()
+    header, offset = {}, 0
+    for name, (dtype, shape) in shapes.items():
+        size = math.prod(shape) * {"F8_E4M3": 1, "U8": 1, "I32": 4, "F32": 4, "F16": 2, "BF16": 2}[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + offset)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def in_blocks(name: str, rows: int, columns: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    scales = ("F32", (-(-rows // 128), -(-columns // 128)))
+    return {f"{name}.weight": ("F8_E4M3", (rows, columns)), f"{name}.weight_scale_inv": scales}
+
+
+def in_gptq(name: str, rows: int, columns: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    groups = columns // 128
+    return {
+        f"{name}.qweight": ("I32", (columns // 8, rows)),
+        f"{name}.qzeros": ("I32", (groups, rows // 8)),
+        f"{name}.scales": ("F16", (groups, rows)),
+        f"{name}.g_idx": ("I32", (columns,)),
+    }
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+LAYER = "model.layers.0"
+
+
+def test_servers_cut_blocks_of_deepseek_between_them(tmp_path: Path) -> None:
+    shapes = {
+        **in_blocks(f"{LAYER}.self_attn.q_a_proj", 1536, 7168),
+        **in_blocks(f"{LAYER}.self_attn.kv_a_proj_with_mqa", 576, 7168),
+        **in_blocks(f"{LAYER}.self_attn.kv_b_proj", 32768, 512),
+        **in_blocks(f"{LAYER}.self_attn.o_proj", 7168, 16384),
+        **in_blocks(f"{LAYER}.mlp.gate_proj", 18432, 7168),
+        **in_blocks(f"{LAYER}.mlp.down_proj", 7168, 18432),
+        **in_blocks(f"{LAYER}.mlp.experts.0.down_proj", 7168, 2048),
+        **in_blocks(f"{LAYER}.mlp.shared_experts.up_proj", 512, 7168),
+    }
+    config = {"num_attention_heads": 128, "quantization_config": FP8}
+    facts = facts_of(quantized(tmp_path / "deepseek", shapes, config))
+    assert fits(facts)["tensor"] == [1, 2, 4]
+    obstacles = {count["ranks"]: count["obstacles"] for count in facts["tensor"]}
+    shared = "model.layers.*.mlp.shared_experts.up_proj.weight: 512 rows"
+    assert obstacles[8] == [f"{shared} / 8 = 64, not a multiple of 128"]
+    assert obstacles[16] == [f"{shared} / 16 = 32, not a multiple of 128"]
+    assert obstacles[32] == [
+        "model.layers.*.mlp.gate_proj.weight: 18432 rows / 32 = 576, not a multiple of 128",
+        "model.layers.*.mlp.down_proj.weight: 18432 columns / 32 = 576, not a multiple of 128",
+        "model.layers.*.mlp.experts.*.down_proj.weight: 2048 columns / 32 = 64, not a multiple of 128",
+        "1 more quantized weight",
+    ]
+    whole = sum(
+        rows * columns + 4 * -(-rows // 128) * (columns // 128) for rows, columns in ((1536, 7168), (576, 7168))
+    )
+    total = facts["tensor"][0]["model_bytes"]
+    assert facts["tensor"][1]["model_bytes"] == whole + (total - whole) // 2
+    others = {name: kind for name, kind in shapes.items() if "shared" not in name}
+    text = done("inspect", quantized(tmp_path / "others", others, config), "--parallel-sizes").out
+    assert "tensor-parallel ranks: 1, 2, 4, 8, 16\n" in text
+    assert "  32: no, because of model.layers.*.mlp.gate_proj.weight: 18432 rows / 32 = 576, not" in text
+
+
+def test_servers_cut_groups_of_gptq_along_columns_alone(tmp_path: Path) -> None:
+    shapes = {**in_gptq(f"{LAYER}.self_attn.q_proj", 4096, 4096), **in_gptq(f"{LAYER}.mlp.down_proj", 4096, 3072)}
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
+    config = {"num_attention_heads": 32, "quantization_config": {**settings, "desc_act": False}}
+    facts = facts_of(quantized(tmp_path / "gptq", shapes, config))
+    assert fits(facts)["tensor"] == [1, 2, 4, 8]
+    name = "model.layers.*.mlp.down_proj.weight"
+    assert facts["tensor"][15]["obstacles"] == [f"{name}: 3072 columns / 16 = 192, not a multiple of 128"]
+    # With an index all groups are whole on each rank, so that words of 8 elements are the grain.
+    by_index = {"num_attention_heads": 32, "quantization_config": {**settings, "desc_act": True}}
+    folder = quantized(tmp_path / "index", shapes, by_index)
+    facts = facts_of(folder)
+    assert fits(facts)["tensor"] == [1, 2, 4, 8, 16, 32]
+    weights = (4096 * 4096 + 4096 * 3072) // 2
+    own = 24 * 4096 * 2 + 24 * 512 * 4 + 4096 * 4  # scales and zeros of the rows' piece are whole; q_proj's index too
+    cut = weights + 32 * 4096 * 2 + 32 * 512 * 4 + 3072 * 4
+    assert facts["tensor"][1]["model_bytes"] == own + cut // 2
+    (folder / "config.json").rename(tmp_path / "config.json")
+    assert fits(facts_of(folder, "--config", tmp_path / "config.json"))["tensor"] == [1, 2, 4, 8, 16, 32]
+
+
+def test_servers_cut_stacked_experts_of_gpt_oss_between_blocks(tmp_path: Path) -> None:
+    experts = f"{LAYER}.mlp.experts"
+    shapes = {
+        f"{experts}.gate_up_proj_blocks": ("U8", (32, 5760, 90, 16)),
+        f"{experts}.gate_up_proj_scales": ("U8", (32, 5760, 90)),
+        f"{experts}.gate_up_proj_bias": ("BF16", (32, 5760)),
+        f"{experts}.down_proj_blocks": ("U8", (32, 2880, 90, 16)),
+        f"{experts}.down_proj_scales": ("U8", (32, 2880, 90)),
+        f"{experts}.down_proj_bias": ("BF16", (32, 2880)),
+    }
+    config = {"num_attention_heads": 64, "num_key_value_heads": 8, "quantization_config": {"quant_method": "mxfp4"}}
+    facts = facts_of(quantized(tmp_path / "gpt-oss", shapes, config))
+    assert fits(facts)["tensor"] == [1, 2] and facts["sizes"]["experts"] == 32
+    named = "model.layers.*.mlp.experts.down_proj: 2880 columns"
+    assert facts["tensor"][7]["obstacles"] == [f"{named} / 8 = 360, not a multiple of 32"]
+    assert facts["tensor"][3]["obstacles"] == [f"{named} / 4 = 720, not a multiple of 32"]
+
+
+def test_joined_weights_are_cut_in_each_part_and_unknown_schemes_nowhere(tmp_path: Path) -> None:
+    shapes = {**in_blocks(f"{LAYER}.mlp.gate_up_proj", 2048, 1024), **in_blocks(f"{LAYER}.qkv_proj", 3072, 1024)}
+    config = {"num_attention_heads": 16, "num_key_value_heads": 4, "quantization_config": FP8}
+    facts = facts_of(quantized(tmp_path / "joined", shapes, config))
+    assert fits(facts)["tensor"] == [1, 2, 4]
+    keys, gates = (
+        "model.layers.*.qkv_proj.weight: 512 rows of keys",
+        "model.layers.*.mlp.gate_up_proj.weight: 1024 rows of each part",
+    )
+    assert facts["tensor"][7]["obstacles"] == ["4 KV groups", f"{keys} / 8 = 64, not a multiple of 128"]
+    assert facts["tensor"][15]["obstacles"][1] == f"{gates} / 16 = 64, not a multiple of 128"
+    unknown = {**config, "quantization_config": {"quant_method": "of_tomorrow"}}
+    facts = facts_of(quantized(tmp_path / "unknown", shapes, unknown))
+    assert fits(facts)["tensor"] == [1]
+    assert "moved whole, being quantized by of_tomorrow" in facts["tensor"][1]["obstacles"][0]
