@@ -257,9 +257,9 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
         "--parallel-sizes",
         action="store_true",
         help="say to how many tensor-, pipeline- and expert-parallel ranks PATH can be cut, what stands in the way of"
-        " other numbers (heads, KV groups, vocabulary, experts, layers, blocks of quantized weights), and the bytes of a"
-        " rank; by config.json beside its files, or --config, or the arguments in a checkpoint of Megatron, and by the"
-        " shapes of tensors",
+        " other numbers (heads, KV groups, vocabulary, experts, layers, blocks of quantized weights), and the bytes of"
+        " a rank; by config.json beside its files, or --config, or the arguments in a checkpoint of Megatron, and by"
+        " the shapes of tensors",
     )
     form = printed.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print it as JSON")
