@@ -23,7 +23,7 @@ from support import safetensors_peer, torch_peer
 from support.checkpoints import sample, write_ranks
 from support.conversions import Conversion
 from support.cut_checkpoints import Array, Draw, cut
-from support.examples import few
+from support.examples import few, many
 from support.processes import run_command
 
 import reshard_mpi
@@ -35,9 +35,7 @@ from reshard_mpi.testing.sample_tensors import ShardContents
 FORMS = ("ckpt", "hdf5", "safetensors", "torch", "hf", "dcp")
 DTYPES = (np.float32, np.float16, np.int64, np.uint8, np.bool_, ml_dtypes.bfloat16)
 TURNED = "[[map]]\neq = '{p*}.w [a b] <=> {p*}.kernel [b a]'\noptional = true\n"
-STORED = settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-)
+STORED = settings(many(15), suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
 @st.composite

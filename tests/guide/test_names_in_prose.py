@@ -27,9 +27,10 @@ def names_in_code() -> set[str]:
     names = set()
     for path in module_tree.modules(PACKAGE):
         for node in module_tree.nodes(path):
-            for field in ("name", "id", "attr", "arg", "value"):
-                value = getattr(node, field, None)
-                names |= {value} if isinstance(value, str) else set()
+            fields = vars(node)
+            names.update(
+                value for field in ("name", "id", "attr", "arg", "value") if isinstance(value := fields.get(field), str)
+            )
     return names
 
 

@@ -58,7 +58,8 @@ def test_comments_are_plain() -> None:
     riddles = [
         f"{path.relative_to(PACKAGE)}:{line}: {phrase}"
         for path in modules(PACKAGE)
-        for line, text in comments(path.read_text())
+        if found((source := path.read_text()).replace("#", " "), RIDDLES)  # else no comment has any either
+        for line, text in comments(source)
         for phrase in found(text, RIDDLES)
     ]
     assert riddles == []
