@@ -7,6 +7,7 @@ takes the names that the one before it has made, so the numbers of the files mat
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -29,13 +30,12 @@ from reshard_mpi.mapping.optimizers import (
     settings_of_all,
     unread_in,
 )
-from reshard_mpi.mapping.rename_values import NewNest, renamed, without_emptied, without_left_out
+from reshard_mpi.mapping.rename_values import renamed, without_emptied, without_left_out
 from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
 from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.mapping.selection import Selection, TargetTemplate, is_chosen
 from reshard_mpi.mapping.state_owners import parted_anywhere
 from reshard_mpi.mapping.stranded_state import require_none_by_order
-from reshard_mpi.text import shortened
 
 
 class SourceTree(NamedTuple):
@@ -112,11 +112,16 @@ def applied_to_file(
 
 
 def _goes_by_names_below(nest: str | None, training: Training) -> bool:
-    """Tell whether a nest is a whole training whose optimizer, if any, has the names of parameters below `model.`."""
-    if not is_whole_training(nest):
+    """Tell whether a nest is a whole training whose optimizer, if any, has the names of parameters below `model.`.
+
+    Of several optimizers by names each has its own; else some are another model's.
+    """
+    if not is_whole_training(nest) or (training.optimizer is not None and training.prefix != MODEL):
         return False
     optimizers = _optimizers_of(nest, training)
-    return not optimizers or any(optimizer.form in (Form.NAMES, Form.FLAT) for optimizer in optimizers)
+    by_names = [optimizer for optimizer in optimizers if optimizer.form in (Form.NAMES, Form.FLAT)]
+    names = Counter(name for optimizer in by_names for name in optimizer.parameters)
+    return not optimizers or (bool(by_names) and max(names.values(), default=1) == 1)
 
 
 def _mapped(
@@ -193,7 +198,7 @@ def _mapped(
             " checkpoints nothing tells which group is which"
             for path in new.unknown
         )
-        return MappedFile(in_files, all_made, nest, (*notes, *unknown), tuple(_told_of_values(new)))
+        return MappedFile(in_files, all_made, nest, (*notes, *unknown), new.warnings)
     if source.nest is None:
         return MappedFile(in_files, all_made, None)
     nest = without_emptied(source.nest, training, inventory, frozenset[str]().union(*sources_of.values()))
@@ -208,16 +213,7 @@ def _mapped(
         f"the groups of {path}param_groups stay as they are: without the optimizer's state nothing tells whose they are"
         for path in new.unknown
     )
-    return MappedFile(in_files, all_made, new.text, notes, tuple(_told_of_values(new)))
-
-
-def _told_of_values(new: NewNest) -> Iterator[str]:
-    """Yield a warning of values of modules that do not go where the modules' tensors go."""
-    if new.left_behind:
-        yield (
-            "values that modules keep beside their tensors do not follow these, since the maps take modules apart or"
-            f" together: {shortened(new.left_behind)}; set them anew in the target"
-        )
+    return MappedFile(in_files, all_made, new.text, notes, new.warnings)
 
 
 def _told_of_order(training: Training, path: str) -> Iterator[str]:

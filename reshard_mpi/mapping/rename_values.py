@@ -26,6 +26,7 @@ from reshard_mpi.mapping.optimizers import (
     put,
     without_names,
 )
+from reshard_mpi.text import shortened
 
 # Beside a model: lists and dictionaries of the names of its tensors, as DeepSpeed keeps them.
 _OF_NAMES = ("buffer_names", "shared_params", "pipeline_layout")
@@ -40,6 +41,15 @@ class NewNest(NamedTuple):
     unknown: Sequence[str]  # nothing tells which parameters their groups have
     known: Sequence[tuple[Optimizer, Optimizer]] = ()  # the others, each with the source's
     left_behind: Sequence[str] = ()  # what modules keep besides tensors, and does not follow these
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The warning of values of modules that do not go where the modules' tensors go, if there are any."""
+        text = (
+            "values that modules keep beside their tensors do not follow these, since the maps take modules apart or"
+            f" together: {shortened(self.left_behind)}; set them anew in the target"
+        )
+        return (text,) if self.left_behind else ()
 
 
 def renamed(

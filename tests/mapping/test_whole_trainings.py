@@ -259,3 +259,70 @@ def test_state_is_left_out_with_a_parameter_that_a_map_renames(tmp_path: Path) -
     reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "out", **asked)
     with reshard_mpi.open(tmp_path / "out") as checkpoint:
         assert {name for name in checkpoint if name.startswith("optimizer.")} == set() and len(checkpoint) == 2
+
+
+NETWORKS = {"model": "optimizer", "critic": "critic_optimizer"}
+
+
+def two_networks(names: tuple[str, str], forms: tuple[str, str]) -> dict[str, Any]:
+    """Return a training of two networks of one parameter each; their optimizers go by names, flat or by numbers."""
+    made: dict[str, Any] = {}
+    for at, (key, name, form) in enumerate(zip(NETWORKS, names, forms)):
+        made[key] = {name: tensor(np.arange(6, dtype=np.float32).reshape(2, 3) + 10 * at)}
+        moment = tensor(np.arange(6, dtype=np.float32).reshape(2, 3) + 50 * (at + 1))
+        own = 0 if form == "numbers" else name
+        optimizer: dict[str, Any] = {"state": {own: {"exp_avg": moment}}}
+        optimizer["param_groups"] = [{"lr": 0.1, "params": [own]} | ({"param_names": [name]} if own == 0 else {})]
+        if form == "flat":
+            optimizer = {f"state.{name}.exp_avg": moment, f"param_groups.{name}.lr": 0.1}
+        made[NETWORKS[key]] = optimizer
+    return made
+
+
+def assert_own_names(folder: Path, *networks: str) -> None:
+    """Assert that the optimizers of networks have the names of these."""
+    loaded = torch_peer.load(folder / "rank_0/checkpoint_0.pt")
+    for key in networks:
+        optimizer, names = loaded[NETWORKS[key]], [*loaded[key]]
+        if "state" in optimizer:
+            assert [*optimizer["state"]] == optimizer["param_groups"][0]["params"] == names
+        else:
+            assert {*optimizer} >= {f"state.{name}.exp_avg" for name in names}
+
+
+@pytest.mark.parametrize(
+    ("forms", "equations", "refused"),
+    [
+        (("numbers", "names"), ["fc.w <=> lin.w", "model.fc.w <=> model.lin.w"], ["critic.c.w <=> critic.lin.w"]),
+        (("names", "numbers"), ["critic.c.w <=> critic.lin.w"], ["fc.w <=> lin.w", "model.fc.w <=> model.lin.w"]),
+        (("flat", "numbers"), ["critic.c.w <=> critic.lin.w"], ["fc.w <=> lin.w", "model.fc.w <=> model.lin.w"]),
+    ],
+)
+def test_networks_whose_optimizers_have_two_forms(
+    tmp_path: Path, forms: tuple[str, str], equations: list[str], refused: list[str]
+) -> None:
+    """What is before the names of one network does not get before those of the other."""
+    source = two_networks(("fc.w", "c.w"), forms)
+    how: dict[str, Any] = {"forward": True, "to": "torch", "overwrite": True}
+    for equation in equations:
+        assert_own_names(converted(tmp_path, source, map=equation, **how), *NETWORKS)
+    for equation in refused:
+        with pytest.raises(MapError):
+            converted(tmp_path, source, map=equation, **how)
+
+
+@pytest.mark.parametrize("form", ["names", "flat"])
+@pytest.mark.parametrize(
+    "equation",
+    ["critic.{p*} <=> critic.x.{p*}", "fc.w <=> fd.w", "critic.fc.w [o i] <=> critic.fc.w [i o]"],
+)
+def test_networks_of_the_same_names_whose_optimizers_go_by_them(tmp_path: Path, equation: str, form: str) -> None:
+    """Nothing tells which optimizer is whose."""
+    source = two_networks(("fc.w", "fc.w"), (form, form))
+    with pytest.raises(MapError):
+        converted(tmp_path, source, map=equation, forward=True, to="torch")
+    equations = ["critic.fc.w <=> critic.x.w"]
+    equations.append("critic_optimizer.state.fc.w.exp_avg <=> critic_optimizer.state.x.w.exp_avg")
+    (tmp_path / "both.toml").write_text("".join(f'[[map]]\neq = "{each}"\n' for each in equations))
+    how: dict[str, Any] = {"map": tmp_path / "both.toml", "forward": True, "to": "torch"}
+    assert_own_names(converted(tmp_path, source, **how, exclude=["model.*", "optimizer.*"]), "critic")
