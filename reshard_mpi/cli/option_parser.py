@@ -100,7 +100,7 @@ def add_files(command: argparse.ArgumentParser, source: str, *, rank: str = "") 
 def add_map(command: argparse.ArgumentParser, source: str = "SRC", target: str = "the target") -> None:
     parser = command.add_argument_group("what becomes of tensors")
     add_equations(parser, source)
-    add(parser, "config", "the model's configuration, for [axes] of maps")
+    add(parser, "config", "the model's configuration, for [axes] of maps and for how weights are quantized")
     add(
         parser,
         "like",
@@ -111,7 +111,8 @@ def add_map(command: argparse.ArgumentParser, source: str = "SRC", target: str =
         parser,
         "dtype",
         "convert floating-point tensors, all or those whose names match, to fp64, fp32, fp16, bf16, fp8_e4m3 or"
-        " fp8_e5m2, rounding to nearest even (repeatable; the last that matches counts)",
+        " fp8_e5m2, rounding to nearest even; quantized weights are dequantized (repeatable; the last that matches"
+        " counts)",
     )
     add(parser, "include", f"take only tensors whose names match, as they are named in {target} (repeatable)")
     add(parser, "exclude", f"leave out tensors whose names match, as they are named in {target} (repeatable)")

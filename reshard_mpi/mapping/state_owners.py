@@ -135,7 +135,7 @@ def owners_in_part(shapes: Mapping[str, tuple[int, ...]], told: Mapping[str, str
 def _in_part(
     names: Iterable[str], parameters: Collection[str], modules: Collection[str]
 ) -> Iterator[tuple[str, str, str, NameAffixes]]:
-    """Yield names of state, each with the parameter that ends so, that end, and what is around it.
+    """Yield names of state, each with the parameter that ends so, that end, and its affixes.
 
     State that has the whole name of one is not meant.
 

@@ -422,7 +422,7 @@ class Conversion:
     def _strategy_table(self) -> str:
         if self._table is None:
             placed, quantization = self.placed_target, self.planned_source.quantization
-            if quantization is not None and quantization.shapes:  # of which each rank has its own, as of what is loose
+            if quantization is not None and quantization.shapes:  # each rank has its own, so no strategy lists them
                 listed = {name: own for name, own in placed.parameters.items() if name not in quantization.shapes}
                 placed = placed.listing_also(listed, placed.alike)
             self._table = strategy_table.dumps(placed)
