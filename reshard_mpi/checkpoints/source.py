@@ -114,7 +114,7 @@ class SourceCheckpoint:
             raise self.unknown_scheme("a strategy that cuts it")
 
     def unknown_scheme(self, got: str) -> StrategyError:
-        """Return the error for what is asked of a quantized checkpoint without a configuration."""
+        """Return the error for a request that needs to know how a checkpoint is quantized."""
         return StrategyError(
             f"{self.looks_quantized!r} is quantized, and nothing says how",
             expected="quantization_config in config.json beside the files of the checkpoint, or --config FILE.json",

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from quantization.test_quantized_checkpoints import bytes_of, compressed, dequantized, spec, write
 from quantization.test_quantized_refusals import FP8
+from support.command_line import run_here
 from support.quantized import BFLOAT16, E4M3, Array, fp8, packed
 
 import reshard_mpi
@@ -166,3 +167,26 @@ def test_a_map_and_a_strategy_cut_the_result_on_its_grain(tmp_path: Path) -> Non
     with pytest.raises(ReshardError, match=r"'qk\.weight' is quantized in blocks"):
         other = spec(tmp_path / "other.toml", "qk.weight", 0, [6, 10])
         reshard_mpi.transform(source, tmp_path / "no", map=equation, dst_strategy=other, to="safetensors")
+
+
+def test_what_is_dropped_goes_with_its_scale(tmp_path: Path) -> None:
+    tensors = in_blocks("q", 8, 16)[0] | in_blocks("k", 8, 16)[0]
+    (tmp_path / "map.toml").write_text('[[map]]\neq = "k.weight <=> key.weight"\n[[map]]\ndrop = "q.*"\n')
+    source = write(tmp_path / "source", tensors, FP8)
+    finished = run_here("transform", source, tmp_path / "out", "--map", tmp_path / "map.toml", "--to", "safetensors")
+    assert finished.code == 0 and "left out: q.weight, q.weight_scale_inv" in finished.err, finished.err
+    assert set(bytes_of(tmp_path / "out")) == {"key.weight", "key.weight_scale_inv"}
+
+
+def test_some_weights_are_dequantized_and_others_stay(tmp_path: Path) -> None:
+    q, whole_q = in_blocks("q", 8, 16)
+    k, _ = in_blocks("k", 8, 16)
+    source = write(tmp_path / "source", q | k, FP8)
+    reshard_mpi.transform(source, tmp_path / "out", dtype=["q.*=fp32"], to="safetensors")
+    with reshard_mpi.open(tmp_path / "out") as opened:
+        assert set(opened) == {"q.weight", "k.weight", "k.weight_scale_inv"}
+        np.testing.assert_array_equal(np.asarray(opened["q.weight"]), whole_q)
+    written = bytes_of(tmp_path / "out")
+    assert {name: written[name] for name in k} == {name: array.tobytes() for name, array in k.items()}
+    with pytest.raises(MapError, match="a type for all"):
+        reshard_mpi.transform(source, tmp_path / "no", dtype=["q.*=fp32"], map="q.weight <=> v.weight")
