@@ -15,6 +15,7 @@ from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.box_pairs import BoxPair, TargetShape, TermTensor
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
+from reshard_mpi.quantization.layouts import fit, layout_of
 from reshard_mpi.quantization.placing import StoredWeight
 from reshard_mpi.quantization.weights import Companion, QuantizedWeight, Relation
 from reshard_mpi.sharding.box import Box, overlapping
@@ -122,12 +123,24 @@ class _Following:
             companions.append(new)
             derived.append(DerivedTensor(new.name, next(iter(kinds)).dtype, shape, names, tensor.where))
         weight = first._replace(
-            name=tensor.name, stored=tensor.name, shape=tensor.shape.shape, grain=grain, companions=tuple(companions)
+            name=_renamed(first.name, first.stored, tensor.name),
+            stored=tensor.name,
+            shape=self._logical_shape,
+            grain=grain,
+            companions=tuple(companions),
         )
         order = {name: number for number, name in enumerate(self._inventory)}
         own = [tensor, *derived]
         own.sort(key=lambda each: min(order[name] for name in each.sources.values()))
         return weight, own
+
+    @property
+    def _logical_shape(self) -> tuple[int, ...]:
+        """The shape of the weight that is made, once it is dequantized."""
+        scheme, shape = self._first.scheme, self._tensor.shape.shape
+        if self._is_whole:
+            return self._first.shape
+        return shape if scheme.kind in _UNPACKED else fit(layout_of(scheme), shape, {}, None).shape
 
     @property
     def _is_whole(self) -> bool:

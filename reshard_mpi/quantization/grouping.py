@@ -9,16 +9,10 @@ from reshard_mpi.errors import SourceError
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.quantization.layouts import FLOATS, FLOATS_8_BIT, Fit, Misfit, SchemeLayout, SchemePart, fit, layout_of
 from reshard_mpi.quantization.schemes import Quantization, scheme_of
-from reshard_mpi.quantization.weights import Companion, QuantizedWeight, Relation, Scheme
+from reshard_mpi.quantization.weights import CARRIED, Companion, QuantizedWeight, Relation, Scheme
 
 # How tensors that hold elements are called, longer names first.
 _STORED = ("weight_packed", "qweight", "weight", "_blocks")
-# What a module has besides: of its activations and its cache.
-_CARRIED = tuple(
-    f"{what}_{value}"
-    for what in ("input", "output", "activation", "q", "k", "v")
-    for value in ("scale", "scale_inv", "zero_point", "global_scale")
-)
 _EIGHT_BITS = FLOATS_8_BIT | {"int8", "uint8"}
 # Integers that models have which are not quantized.
 _POSITIONS = ("position_ids", "relative_position_index", "num_batches_tracked", "tokens_per_expert")
@@ -45,8 +39,8 @@ def quantized_weights(
     tensors = _Tensors(kinds, scheme_of(config, where))
     carried: dict[str, list[str]] = {}
     for name in kinds:
-        if name.endswith(_CARRIED):
-            tail = max((tail for tail in _CARRIED if name.endswith(tail)), key=len)
+        if name.endswith(CARRIED):
+            tail = max((tail for tail in CARRIED if name.endswith(tail)), key=len)
             carried.setdefault(name.removesuffix(tail), []).append(name)
     weights: list[QuantizedWeight] = []
     fits: dict[object, Fit] = {}  # many weights have the same shapes
@@ -232,7 +226,7 @@ class _Tensors(NamedTuple):
         layout = layout_of(scheme)
         dtype = self.kinds[name].dtype.name
         is_bare = tail == "_scale_inv"
-        if name.endswith(_CARRIED) or not any(
+        if name.endswith(CARRIED) or not any(
             (f"weight{tail}" if is_bare else tail) in part.names and dtype in part.dtypes for part in layout.parts
         ):
             return None

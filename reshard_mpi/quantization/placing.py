@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from reshard_mpi.errors import LayoutError, StrategyError
-from reshard_mpi.quantization.weights import Companion, QuantizedWeight
+from reshard_mpi.quantization.weights import CARRIED, Companion, QuantizedWeight
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, Shape
 from reshard_mpi.sharding.strategy import Strategy
@@ -55,6 +55,32 @@ class QuantizedWeights:
         """The names of the tensors that state the shapes of weights, so that each rank has its own of them."""
         every = (stored.weight.companion("shape") for stored in self.weights.values())
         return frozenset(each.name for each in every if each is not None)
+
+    @cached_property
+    def roles(self) -> dict[str, tuple[QuantizedWeight, str]]:
+        """For each tensor of a weight the weight, and the tensor's role: a companion's, or `stored`."""
+        stored = {name: (each.weight, "stored") for name, each in self.weights.items()}
+        companions = (
+            (companion.name, (weight, companion.role))
+            for weight, _ in self.weights.values()
+            for companion in weight.companions
+        )
+        return {**stored, **dict(companions)}
+
+    def logical(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+        """Return the tensors that a checkpoint would have without quantization: names, and shapes.
+
+        Args:
+            shapes: of its tensors, by name.
+        """
+        found = {}
+        for name, shape in shapes.items():
+            weight, role = self.roles.get(name, (None, ""))
+            if weight is not None and role == "stored":
+                found[weight.name] = weight.shape
+            elif weight is None and not name.endswith(CARRIED):
+                found[name] = shape
+        return found
 
     def placing(self, strategy: Strategy, side: str, *, is_global: bool = False) -> Strategy:
         """Return a strategy that also lists all companions, as it places their weights.

@@ -7,6 +7,12 @@ from typing import NamedTuple
 
 # The name of the text, in files of ranks, that says how a checkpoint is quantized: the configuration's own key.
 SCHEME_TEXT = "quantization_config"
+# How the names of what a module has besides end: of its activations and its cache.
+CARRIED = tuple(
+    f"{what}_{value}"
+    for what in ("input", "output", "activation", "q", "k", "v")
+    for value in ("scale", "scale_inv", "zero_point", "global_scale")
+)
 
 
 class Scheme(NamedTuple):

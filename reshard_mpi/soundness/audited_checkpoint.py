@@ -35,6 +35,7 @@ from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import unsharded
 from reshard_mpi.soundness.content import TensorContent, content_of
 from reshard_mpi.soundness.findings import Finding, FindingKind
+from reshard_mpi.soundness.value_findings import Roles
 from reshard_mpi.text import KIB, MIB
 
 # How much is read at once; the largest element fits.
@@ -62,6 +63,18 @@ class AuditedCheckpoint(NamedTuple):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of all tensors, also where parts are lacking."""
         return {name: group.kind.shape for group in self.plan.tensors.groups for name in group.names}
+
+    @property
+    def logical_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all tensors as they would be without quantization."""
+        quantization = self.source.quantization
+        return self.shapes if quantization is None else quantization.logical(self.shapes)
+
+    @property
+    def roles(self) -> Roles:
+        """The roles of tensors that are stored for quantized weights, by name."""
+        quantization = self.source.quantization
+        return {} if quantization is None else quantization.roles
 
     def place(self, name: str, element: tuple[int, ...] | None = None) -> tuple[int | None, str]:
         """Return the source rank and the file that hold an element of a tensor, or its first one."""

@@ -5,9 +5,9 @@ Each process reads its share of the tensors, and process 0 judges what all of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.checkpoints.discovery import find_shards
 from reshard_mpi.checkpoints.opening import require_same_choice
@@ -26,7 +26,7 @@ from reshard_mpi.soundness.content import TensorContent
 from reshard_mpi.soundness.definition import Definition, ModelConfig, ModelProcess
 from reshard_mpi.soundness.findings import Finding, FindingKind, worst_first
 from reshard_mpi.soundness.training_state import StateOfParameters, differing_copies
-from reshard_mpi.soundness.value_findings import changed_norms, value_findings
+from reshard_mpi.soundness.value_findings import Roles, changed_norms, value_findings
 from reshard_mpi.text import shortened
 
 if TYPE_CHECKING:
@@ -48,6 +48,9 @@ def audit(
     """
     progress.begin(ProgressStage("planning"))
     config = agreed(lambda: _config(request), comm)
+    # The configuration of the model without quantization does not say how the checkpoint is quantized.
+    named = str(config.path) if config is not None and config.is_asked_for and config.is_quantised else None
+    request = request._replace(config=named)
     with _asked(config if comm.rank == 0 else None) as model:
         try:
             files = agreed(request.shard_files, comm)
@@ -61,6 +64,7 @@ def audit(
         except _BROKEN as error:
             return _unopened(error, request, comm)
         of_copies = _of_copies(opened, comm, progress)
+        unchecked = None if config is None else agreed(lambda: config.unchecked(opened.source.quantization), comm)
         shapes = agreed(lambda: _in_names_of_the_model(request, config, opened), comm)
         agreed(lambda: _require_same_weights(opened, previous, request), comm)
         if comm.rank == 0:
@@ -80,22 +84,21 @@ def audit(
                 *of_copies,
                 *_of_sums(summed, opened),
                 *unreadable,
-                *value_findings(contents, opened.place),
+                *value_findings(contents, opened.place, opened.roles),
                 *state.findings(opened, {content.name: content for content in contents}),
                 *unlike_weights,
-                *changed_norms(contents, previous or {}, opened.place),
+                *([] if previous is None else previous.changed_norms(contents, opened)),
             ]
             by += [_STATE] if state.tensors else []
             by += [f"the norms of {request.before}"] if previous is not None else []
             digests = {} if request.map else {content.name: content.key for content in contents}
-            for definition in (like, None if model is None else model.result()):
+            of_model = (unchecked or (None if model is None else model.result()), shapes.logical)
+            for definition, own in (shapes.by_like(like, request), of_model):
                 if isinstance(definition, str):
                     notes.append(definition)
                 elif definition is not None:
                     by.append(definition.origin)
-                    found += _by_definition(definition, config, shapes, digests, opened)
-            if config is not None and config.is_quantised:
-                notes.append(f"the tensors are not held against {config.path}, since the model is quantised")
+                    found += _by_definition(definition, config, own, digests, opened)
             checked = _checked(opened, contents, tuple(by))
             findings = worst_first(found, request.allow)
             norms = _norms(contents) if request.norms else ()
@@ -113,7 +116,7 @@ def _config(request: Request) -> ModelConfig | None:
 @contextmanager
 def _asked(config: ModelConfig | None) -> Iterator[ModelProcess | None]:
     """Have the definition of a model found, while the checkpoint is read."""
-    if config is None or config.is_quantised:
+    if config is None:
         yield None
         return
     process = ModelProcess(config)
@@ -142,16 +145,37 @@ def _by_definition(
         return [broken(error)._replace(kind=FindingKind.MISSING, file=str(config.path))]
 
 
-def _in_names_of_the_model(
-    request: Request, config: ModelConfig | None, opened: AuditedCheckpoint
-) -> Mapping[str, tuple[int, ...]]:
+class _ShapesByName(NamedTuple):
+    """The shapes of all tensors of a checkpoint."""
+
+    stored: Mapping[str, tuple[int, ...]]
+    logical: Mapping[str, tuple[int, ...]]  # as they would be without quantization
+    digest: str | None  # of how it is quantized; None: it is not
+
+    @classmethod
+    def of(cls, opened: AuditedCheckpoint) -> _ShapesByName:
+        return cls(opened.shapes, opened.logical_shapes, opened.source.quantization_digest)
+
+    def by_like(
+        self, like: _ShapesByName | None, request: Request
+    ) -> tuple[Definition | None, Mapping[str, tuple[int, ...]]]:
+        """Return the definition that another checkpoint is, and own shapes: stored ones if both are quantized alike."""
+        if like is None:
+            return None, {}
+        theirs, ours = (like.stored, self.stored) if like.digest == self.digest else (like.logical, self.logical)
+        return Definition(str(request.like), theirs, is_all=True), ours
+
+
+def _in_names_of_the_model(request: Request, config: ModelConfig | None, opened: AuditedCheckpoint) -> _ShapesByName:
     """Return the shapes of all tensors by the names that maps give them. Raises MapError if a map does not fit."""
+    own = _ShapesByName.of(opened)
     if not request.map:
-        return opened.shapes
+        return own
     path = None if config is None else str(config.path)
     mapped, _ = apply_map(request._replace(config=path, like=None), opened.conversion)
-    plan = mapped.plan(0, checked=False)
-    return {name: group.kind.shape for group in plan.tensors.groups for name in group.names}
+    plan, quantization = mapped.plan(0, checked=False), mapped.planned_source.quantization
+    shapes = {name: group.kind.shape for group in plan.tensors.groups for name in group.names}
+    return own._replace(stored=shapes, logical=shapes if quantization is None else quantization.logical(shapes))
 
 
 def _opened_other(path: str, request: Request, comm: Comm, memory: RunMemory) -> AuditedCheckpoint:
@@ -160,31 +184,39 @@ def _opened_other(path: str, request: Request, comm: Comm, memory: RunMemory) ->
     return open_audited(other, find_shards(path, role="other"), comm, memory, None)
 
 
-def _like(request: Request, comm: Comm, memory: RunMemory) -> Definition | None:
+def _like(request: Request, comm: Comm, memory: RunMemory) -> _ShapesByName | None:
     """Return the tensors of the other checkpoint that this one is to be like, if one is named."""
-    if request.like is None:
-        return None
-    return Definition(request.like, _opened_other(request.like, request, comm, memory).shapes, is_all=True)
+    return None if request.like is None else _ShapesByName.of(_opened_other(request.like, request, comm, memory))
 
 
-def _previous(request: Request, comm: Comm, progress: Progress, memory: RunMemory) -> dict[str, TensorContent] | None:
+class _Previous(NamedTuple):
+    """The previous checkpoint of the training."""
+
+    contents: Mapping[str, TensorContent]  # by name
+    names: Collection[str]  # of its tensors as they would be without quantization
+    roles: Roles
+
+    def changed_norms(self, contents: Sequence[TensorContent], opened: AuditedCheckpoint) -> Iterator[Finding]:
+        return changed_norms(contents, self.contents, opened.place, {**self.roles, **opened.roles})
+
+
+def _previous(request: Request, comm: Comm, progress: Progress, memory: RunMemory) -> _Previous | None:
     """Return descriptions of the values of the previous checkpoint, if one is named."""
     before = request.before
     if before is None:
         return None
     opened = agreed(lambda: _opened_other(before, request, comm, memory), comm)
-    return {content.name: content for content in _all_contents(opened, comm, progress)[0]}
+    contents = {content.name: content for content in _all_contents(opened, comm, progress)[0]}
+    return _Previous(contents, opened.logical_shapes, opened.roles)
 
 
-def _require_same_weights(
-    opened: AuditedCheckpoint, previous: Mapping[str, TensorContent] | None, request: Request
-) -> None:
+def _require_same_weights(opened: AuditedCheckpoint, previous: _Previous | None, request: Request) -> None:
     """Raise SourceError if the previous checkpoint has other weights by name."""
     if previous is None:
         return
     ours, theirs = (
         dict.fromkeys(name for name in names if kind_of(name) is TensorKind.MODEL)
-        for names in (opened.shapes, previous)
+        for names in (opened.logical_shapes, previous.names)
     )
     for names, others, path in ((ours, theirs, request.before), (theirs, ours, request.source)):
         alone = [repr(name) for name in names if name not in others]

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 from reshard_mpi.errors import SourceError, UsageError
 from reshard_mpi.mapping.tensor_kinds import TensorKind, kind_of
 from reshard_mpi.processes.imports import fresh_interpreter, import_environment
+from reshard_mpi.quantization.placing import QuantizedWeights
+from reshard_mpi.quantization.weights import SCHEME_TEXT
 from reshard_mpi.soundness.findings import Finding, FindingKind
 from reshard_mpi.text import one_line
 
@@ -53,7 +55,28 @@ class ModelConfig(NamedTuple):
     @property
     def is_quantised(self) -> bool:
         """Whether the model is quantised: its scales have names that no class of the model tells."""
-        return "quantization_config" in self.values
+        return SCHEME_TEXT in self.values
+
+    def unchecked(self, quantization: QuantizedWeights | None) -> str | None:
+        """Return why tensors of a quantised model are not held against it, in a sentence; None: they are.
+
+        Args:
+            quantization: the weights of the checkpoint that are known to be quantized.
+
+        Raises SourceError in place of the sentence if the user has named the configuration.
+        """
+        weights = () if quantization is None else quantization.weights.values()
+        if not self.is_quantised or (weights and all(stored.weight.scheme.kind != "whole" for stored in weights)):
+            return None
+        if not self.is_asked_for:
+            return f"the tensors are not held against {self.path}, since the model is quantised"
+        raise SourceError(
+            "the model is quantised, so its tensors have scales that its class does not tell",
+            expected="the configuration of the model in floating point",
+            got=f'"{SCHEME_TEXT}"',
+            where=str(self.path),
+            remedy="give --like another checkpoint of the model",
+        )
 
     @classmethod
     def named(cls, path: str) -> ModelConfig:
@@ -69,16 +92,7 @@ class ModelConfig(NamedTuple):
                 where=str(file),
                 remedy="give the folder that has the model's config.json, or that file",
             )
-        config = cls(file, values, True)
-        if config.is_quantised:
-            raise SourceError(
-                "the model is quantised, so its tensors have scales that its class does not tell",
-                expected="the configuration of the model in floating point",
-                got='"quantization_config"',
-                where=str(file),
-                remedy="give --like another checkpoint of the model",
-            )
-        return config
+        return cls(file, values, True)
 
     @classmethod
     def beside(cls, source: str) -> ModelConfig | None:

@@ -29,6 +29,7 @@ class FindingKind(StrEnum):
     NAN = "nan"
     INFINITE = "infinite"
     BEYOND = "beyond"  # values that fit no training
+    SCALE = "scale"  # a scale of a quantized weight that is none, or the number of a group that it does not have
     ZERO = "zero"  # all are zero
     CONSTANT = "constant"  # all are equal
     COPY = "copy"  # the same as the tensor of another layer or expert
