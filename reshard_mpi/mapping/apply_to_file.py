@@ -97,18 +97,19 @@ def applied_to_file(
     like_below = like
     if like is not None and _goes_by_names_below(like.nest, like.training):
         like_below = like.below(MODEL)
-    try:
-        return _mapped(rules, choice, inventory, source, training, forward, like)
-    except MapError as error:
-        if below is training and like_below is like:
-            raise
-        as_they_are = error
-    try:
-        return _mapped(rules, choice, inventory, source, below, forward, like_below, is_below=like is None)
-    except UnfitMapError:
-        if isinstance(as_they_are, UnfitMapError):
-            raise
-        raise as_they_are from None
+    attempts = [(training, like, False), (below, like_below, like is None)]
+    if below is training and like_below is like:
+        attempts = attempts[:1]
+    # What takes any name fits those of the file as well, and is meant for the model's.
+    takes_any = rules[0].takes_any_name
+    errors: list[MapError] = []
+    for own, own_like, is_below in attempts[::-1] if takes_any else attempts:
+        try:
+            return _mapped(rules, choice, inventory, source, own, forward, own_like, is_below=is_below)
+        except MapError as error:
+            errors.append(error)
+    errors = errors if takes_any else errors[::-1]  # that of the model's names first
+    raise next((error for error in errors if not isinstance(error, UnfitMapError)), errors[0])
 
 
 def _goes_by_names_below(nest: str | None, training: Training) -> bool:

@@ -326,3 +326,21 @@ def test_networks_of_the_same_names_whose_optimizers_go_by_them(tmp_path: Path, 
     (tmp_path / "both.toml").write_text("".join(f'[[map]]\neq = "{each}"\n' for each in equations))
     how: dict[str, Any] = {"map": tmp_path / "both.toml", "forward": True, "to": "torch"}
     assert_own_names(converted(tmp_path, source, **how, exclude=["model.*", "optimizer.*"]), "critic")
+
+
+@pytest.mark.parametrize("form", ["names", "flat"])
+@pytest.mark.parametrize("has_state", [True, False])
+def test_what_takes_any_name_takes_the_model_with_or_without_state(tmp_path: Path, has_state: bool, form: str) -> None:
+    """SGD without momentum keeps none, and no optimizer does before its first step."""
+    source = {key: two_networks(("fc.w", "c.w"), (form, form))[key] for key in ("model", "optimizer")}
+    if not has_state:
+        source["optimizer"] = {"state": {}, "param_groups": [{"params": ["fc.w"]}]}
+    if not has_state and form == "flat":
+        source["optimizer"] = {"param_groups.fc.w.lr": 0.1}
+    source |= {"teacher": {"proj.w": tensor(np.ones((2, 3), np.float32))}, "rng": tensor(np.arange(4))}
+    for eq, new in (("{p*} <=> net.{p*}", "net.fc.w"), ("{p*}.w [o i] <=> {p*}.v [i o]", "fc.v")):
+        dst = converted(tmp_path, source, map=eq, forward=True, to="torch", overwrite=True)
+        loaded = torch_peer.load(dst / "rank_0/checkpoint_0.pt")
+        assert loaded.keys() == source.keys() and [*loaded["model"]] == [new] and [*loaded["teacher"]] == ["proj.w"]
+        if form == "names":
+            assert loaded["optimizer"]["param_groups"][0]["params"] == [new]
