@@ -1,4 +1,4 @@
-"""Take the companions of quantized weights through a map with the weights (`follow`).
+"""Take quantized weights through maps with their companions (`companions_followed`), or dequantize them before.
 
 Equations are for the tensors that hold the elements of weights. What they do to a weight's boxes they do to those of
 its companions, in steps of the grain; where a box begins or ends elsewhere, or a companion would have to be two things
@@ -7,23 +7,30 @@ at once, the map is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.tensor_table import TensorType
+from reshard_mpi.mapping.apply_to_file import MappedFile
 from reshard_mpi.mapping.box_pairs import BoxPair, TargetShape, TermTensor
+from reshard_mpi.mapping.chain import composed
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
+from reshard_mpi.mapping.selection import ANY, Selection
 from reshard_mpi.quantization.layouts import fit, layout_of
-from reshard_mpi.quantization.placing import StoredWeight
+from reshard_mpi.quantization.placing import QuantizedWeights, StoredWeight
 from reshard_mpi.quantization.weights import Companion, QuantizedWeight, Relation
 from reshard_mpi.sharding.box import Box, overlapping
+from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.strides import paired
+from reshard_mpi.text import counted
 
 # What is packed along an axis is packed along no other one once the axes change places.
 _UNPACKED = ("fp8", "int8")
 Weights = Mapping[str, StoredWeight]
+# Types into which no weight is dequantized.
+_NARROW = ("float8_e4m3fn", "float8_e5m2")
 
 
 class Followed(NamedTuple):
@@ -39,7 +46,7 @@ def without_companions(inventory: Inventory, weights: Weights) -> Inventory:
     return {name: kind for name, kind in inventory.items() if name not in hidden}
 
 
-def follow(mapped: MapResult, weights: Weights, inventory: Inventory) -> Followed:
+def _followed(mapped: MapResult, weights: Weights, inventory: Inventory) -> Followed:
     """Add the companions of the quantized weights that a map makes to its result.
 
     Args:
@@ -302,7 +309,81 @@ def _require_different(made: Iterable[DerivedTensor], mapped: MapResult) -> None
         seen.add(tensor.name)
 
 
-def kinds_of(mapped: MapResult) -> Iterator[tuple[str, TensorType]]:
-    """Yield the tensors that a map makes of others, with their types."""
-    for tensor in mapped.made:
-        yield tensor.name, TensorType(tensor.dtype, tensor.shape.shape)
+def to_dequantize(
+    quantization: QuantizedWeights, choice: Selection, *, is_mapped: bool
+) -> tuple[tuple[QuantizedWeight, ...], QuantizedWeights | None]:
+    """Return the weights that `--dtype` dequantizes, and the quantized ones that are left, if any.
+
+    Args:
+        is_mapped: whether a map is applied after that, which may give them other names.
+
+    Raises MapError for weights that cannot be dequantized, and for types that are none of plain weights.
+    """
+    chosen: list[QuantizedWeight] = []
+    for stored in quantization.weights.values():
+        weight = stored.weight
+        names = (weight.name, weight.stored)
+        types = [(glob, dtype) for glob, dtype in choice.types if glob == ANY or any(map(Pattern(glob).matches, names))]
+        if not types:
+            continue
+        glob, dtype = types[-1]
+        if glob != ANY and is_mapped:
+            raise MapError(
+                f"--dtype {glob}=... would dequantize {weight.stored} before a map that may give it another name",
+                expected="with --map, a type for all: --dtype TYPE",
+                got=f"a pattern that matches {weight.stored}",
+                where=quantization.where,
+            )
+        inputs = next((each.name for each in weight.companions if each.name.endswith("pre_quant_scale")), None)
+        if dtype.name in _NARROW or weight.scheme.kind == "whole" or inputs is not None:
+            way = f"and {dtype} is no type to dequantize it"
+            if weight.scheme.kind == "whole":
+                way = "whose form is not known well enough to dequantize it"
+            elif inputs is not None:
+                way = f"and {inputs} scales its module's inputs, of which a plain weight knows nothing"
+            raise MapError(
+                f"{weight.stored} is quantized by {weight.scheme.name}, {way}",
+                expected="--dtype bf16, fp16 or fp32, of weights that can be dequantized",
+                got=f"--dtype {'' if glob == ANY else f'{glob}='}{dtype}",
+                where=quantization.where,
+                remedy="leave --dtype out: quantized weights are moved as they are",
+            )
+        chosen.append(weight)
+    if not chosen:
+        return (), quantization
+    gone = {weight.stored for weight in chosen}
+    left = {name: stored for name, stored in quantization.weights.items() if name not in gone}
+    return tuple(chosen), QuantizedWeights(quantization.text, left, quantization.where) if left else None
+
+
+def companions_followed(
+    made: MappedFile, quantization: QuantizedWeights, inventory: Inventory
+) -> tuple[MappedFile, QuantizedWeights | None]:
+    """Return what maps make with the companions of quantized weights, and the quantized weights that they make.
+
+    Args:
+        inventory: all tensors of the checkpoint, companions too.
+
+    Raises MapError where companions cannot follow.
+    """
+    results = []
+    weights = quantization.weights
+    for mapped in made.mapped:
+        mapped, weights = _followed(mapped, weights, inventory)
+        inventory = {tensor.name: TensorType(tensor.dtype, tensor.shape.shape) for tensor in mapped.made}
+        inventory |= {constant.name: constant.kind for constant in mapped.constants}
+        inventory |= {number.name: number.kind for number in mapped.computed}
+        results.append(mapped)
+    left = QuantizedWeights(quantization.text, weights, quantization.where) if weights else None
+    return made._replace(mapped=tuple(results), made=composed(results)), left
+
+
+def notes_on_dequantized(dequantized: Sequence[QuantizedWeight]) -> tuple[str, ...]:
+    """Return a note on the weights that are dequantized."""
+    if not dequantized:
+        return ()
+    names = " and ".join(sorted({weight.scheme.name for weight in dequantized}))
+    return (
+        f"dequantized {counted(len(dequantized), 'weight')} of {names}: take quantization_config out of the model's"
+        " configuration (config.json)",
+    )

@@ -22,12 +22,19 @@ from reshard_mpi.formats.protocol import Packed, Part
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.apply_to_file import SourceTree, applied_to_file
 from reshard_mpi.mapping.chain import made_of_first
+from reshard_mpi.mapping.companions import (
+    companions_followed,
+    notes_on_dequantized,
+    to_dequantize,
+    without_companions,
+)
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, MapResult, parts_of, require_holdable, values_of
 from reshard_mpi.mapping.rules import Rules, element_value
 from reshard_mpi.mapping.selection import is_chosen
 from reshard_mpi.planning.gradient_joining import gradients_like, notes_on
 from reshard_mpi.planning.map_routes import MappedTensors
+from reshard_mpi.planning.quantized_tensors import dequantized
 from reshard_mpi.planning.rank_plan import PlannedTensors, RankPlan
 from reshard_mpi.planning.shared_facts import OWN
 from reshard_mpi.planning.source_flaws import MissingRanks, UnusableShard
@@ -236,11 +243,13 @@ class MappedCheckpoint(SourceCheckpoint):
         outcome = self._opened()
         of_tensors = notes_of_tensors(outcome, self._wanted(outcome.made))
         packed = () if outcome.packed is None else outcome.packed.notes
-        if outcome.dequantized:
-            from reshard_mpi.runs.map_quantized import notes_on as notes_on_quantized
-
-            packed = (*notes_on_quantized(outcome.dequantized), *packed)
-        return (*of_tensors, *outcome.notes, *notes_of_nest(outcome, self.tensor_map.like), *packed)
+        return (
+            *of_tensors,
+            *outcome.notes,
+            *notes_of_nest(outcome, self.tensor_map.like),
+            *notes_on_dequantized(outcome.dequantized),
+            *packed,
+        )
 
     def cut_warnings(self, plan: RankPlan) -> tuple[str, ...]:
         """Return warnings on how a target holds the tensors that a map makes. plan: the target's plan."""
@@ -291,30 +300,21 @@ class MappedCheckpoint(SourceCheckpoint):
 
     def _map_source(self) -> MapsOutcome:
         """Plan the source as one full checkpoint, and apply the maps to it one after another."""
+        rules, choice, forward, like, _ = self.tensor_map
         plan = self.original.plan(0, checked=False)
         quantization = self.original.source.quantization
         dequantizing: Sequence[QuantizedWeight] = ()
         if quantization is not None:
-            from reshard_mpi.planning.quantized_tensors import dequantized
-            from reshard_mpi.runs.map_quantized import to_dequantize
-
-            dequantizing, quantization = to_dequantize(quantization, self.tensor_map)
+            dequantizing, quantization = to_dequantize(quantization, choice, is_mapped=bool(rules))
             plan = dequantized(plan, dequantizing) if dequantizing else plan
-        elif self.tensor_map.choice.types and self.original.source.looks_quantized:
+        elif choice.types and self.original.source.looks_quantized:
             raise self.original.source.unknown_scheme("--dtype, which would dequantize it")
         inventory = _inventory_of(plan)
         nest = plan.strings.get(NEST)
         tied = {} if nest is None else tied_tensors(self.original.source, inventory)
-        rules, choice, forward, like, _ = self.tensor_map
-        seen = inventory
-        if quantization is not None:
-            from reshard_mpi.mapping.companions import without_companions
-
-            seen = without_companions(inventory, quantization.weights)
+        seen = inventory if quantization is None else without_companions(inventory, quantization.weights)
         made_file = applied_to_file(rules, choice, seen, SourceTree(nest, tied, self.files.path), forward, like)
         if quantization is not None:
-            from reshard_mpi.runs.map_quantized import companions_followed
-
             made_file, quantization = companions_followed(made_file, quantization, inventory)
         steps: list[MapStep] = []
         for mapped, own_rules in zip(made_file.mapped, rules or (None,)):
