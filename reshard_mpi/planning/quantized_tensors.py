@@ -99,8 +99,8 @@ def _piece_shape(stored: StoredWeight, box: Box) -> tuple[int, int]:
     """Return the shape of a piece of a weight whose rows are packed into words of 32 bits."""
     rows, columns = stored.weight.shape
     per_word = 32 / stored.weight.scheme.bits
-    end = columns if box.stop[1] == stored.shape[1] else round(box.stop[1] * per_word)
-    return (rows if box.shape[0] == stored.shape[0] else box.shape[0]), end - round(box.start[1] * per_word)
+    start, end = (min(columns, round(place * per_word)) for place in (box.start[1], box.stop[1]))
+    return (rows if box.shape[0] == stored.shape[0] else box.shape[0]), end - start
 
 
 def _constants(dtype: DType, values: tuple[int, ...], count: int, rank: int) -> Iterator[ReadGroup]:

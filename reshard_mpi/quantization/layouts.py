@@ -207,7 +207,7 @@ def _logical_lengths(axes: Sequence[StoredAxis], own: Sequence[int], stated: Seq
         lengths[axis.of] = math.floor(length / axis.ratio)
         if stated is not None and len(stated) >= 2:
             lengths[axis.of] = stated[axis.of - 2]
-        if math.ceil(lengths[axis.of] * axis.ratio) != length:
+        if lengths[axis.of] < 0 or math.ceil(lengths[axis.of] * axis.ratio) != length:
             number = f"{math.ceil(lengths[axis.of] * axis.ratio)} for {lengths[axis.of]} of the weight"
             raise Misfit("stored", f"{_axis_name(axis)}: {number}")
     return lengths[ROWS], lengths[COLUMNS]

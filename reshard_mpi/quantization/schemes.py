@@ -251,7 +251,7 @@ class _Settings(NamedTuple):
 
     def block(self, key: str) -> tuple[int, int]:
         value = self.values.get(key)
-        match [int(size) for size in value.split("x") if size.isdecimal()] if isinstance(value, str) else value:
+        match [int(size) for size in value[:32].split("x") if size.isdecimal()] if isinstance(value, str) else value:
             case [int(rows), int(columns)] if rows > 0 and columns > 0:
                 return rows, columns
         raise self.refused(key, "two numbers: of rows and of columns")

@@ -319,13 +319,17 @@ def write_packed(folder: Path, rows: int, columns: int, bits: int = 4) -> tuple[
     return write(folder / "source", tensors, compressed("pack-quantized", **settings)), tensors
 
 
-@pytest.mark.parametrize(("bits", "columns", "lengths"), [(4, 23, [2, 1]), (8, 50, [4, 9, 0]), (8, 43, [0, 4, 4, 3])])
+@pytest.mark.parametrize(("bits", "columns", "lengths"), [(4, 23, [2, 1]), (8, 50, [4, 9, 0]), (4, 14, [2, 0]), (8, 43, [0, 4, 4, 3])])
 def test_the_last_part_tells_where_a_packed_weight_ends(
     tmp_path: Path, bits: int, columns: int, lengths: list[int]
 ) -> None:
     source, tensors = write_packed(tmp_path, 3, columns, bits)
     strategy = spec(tmp_path / "strategy.toml", "w.weight_packed", 1, lengths)
     reshard_mpi.transform(source, tmp_path / "cut", dst_strategy=strategy)
+    files = [safetensors_peer.read(file_of(tmp_path / "cut" / f"rank_{rank}")) for rank in range(len(lengths))]
+    stated = [np.frombuffer(file.tensors["w.weight_shape"].content, np.int64).tolist() for file in files]
+    assert [rows for rows, _ in stated] == [3] * len(lengths) and sum(own for _, own in stated) == columns
+    assert [-(-own * bits // 32) for _, own in stated] == lengths
     reshard_mpi.transform(tmp_path / "cut", tmp_path / "merged", src_strategy=strategy)
     assert bytes_of(tmp_path / "merged") == {name: array.tobytes() for name, array in tensors.items()}
 
