@@ -603,7 +603,11 @@ def test_two_groups_of_classes_are_refused_where_they_meet() -> None:
 
 
 _VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 300) | st.floats() | st.sampled_from(("group", "re:(", "128x128", "9" * 5000 + "x8", "*")),
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 300)
+    | st.floats()
+    | st.sampled_from(("group", "re:(", "128x128", "9" * 5000 + "x8", "*")),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(st.sampled_from(("weights", "targets", "format", "strategy", "num_bits")), inner, max_size=3)
