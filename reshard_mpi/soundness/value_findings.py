@@ -138,7 +138,7 @@ _NAN_EXPONENT = 255
 def _flaw_of_companion(
     content: TensorContent, weight: QuantizedWeight, role: str, shapes: Mapping[str, tuple[int, ...]]
 ) -> str:
-    """Return in words what is wrong with a companion of a quantized weight; empty: nothing.
+    """Return the flaw of a companion of a quantized weight in words; empty: it has none.
 
     NaN and infinities are found in all tensors.
     """
