@@ -155,17 +155,16 @@ def why_private(folder: Path, mounts: Iterable[str], job: str | None) -> str:
         mounts: lines of /proc/self/mountinfo. SLURM's job_container/tmpfs mounts folders that are named after the job
             over /tmp and /dev/shm; systemd and pam_namespace do the like.
     """
+    # A job that has its own /tmp has its own /dev/shm, which has no name.
+    shared = job and any(folder.is_relative_to(place) for place in _SHARED)
     for line in mounts:
         root, mount_point = line.split()[3:5]
         if mount_point == "/":
             continue
-        names = Path(root).parts
-        # A job that has its own /tmp has its own /dev/shm, which has no name.
-        shared = any(folder.is_relative_to(place) for place in _SHARED)
-        if job and shared and mount_point in _TEMPORARY and any(name.lstrip(".") == job for name in names):
+        names = root.split("/")
+        if shared and mount_point in _TEMPORARY and any(name.lstrip(".") == job for name in names):
             return f"job {job} has folders of its own in the place of {mount_point} and the like"
-        if folder.is_relative_to(mount_point) and any(
-            name.startswith(_PRIVATE_NAMES[0]) or name.endswith(_PRIVATE_NAMES[1]) for name in names
-        ):
+        is_private = any(name.startswith(_PRIVATE_NAMES[0]) or name.endswith(_PRIVATE_NAMES[1]) for name in names)
+        if is_private and folder.is_relative_to(mount_point):
             return f"{mount_point} is {root} of its file system"
     return ""
