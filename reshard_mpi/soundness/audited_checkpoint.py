@@ -65,12 +65,6 @@ class AuditedCheckpoint(NamedTuple):
         return {name: group.kind.shape for group in self.plan.tensors.groups for name in group.names}
 
     @property
-    def logical_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of all tensors as they would be without quantization."""
-        quantization = self.source.quantization
-        return self.shapes if quantization is None else quantization.logical(self.shapes)
-
-    @property
     def roles(self) -> Roles:
         """The roles of tensors that are stored for quantized weights, by name."""
         quantization = self.source.quantization

@@ -31,6 +31,7 @@ from reshard_mpi.text import shortened
 
 if TYPE_CHECKING:
     from reshard_mpi.pictures.norms import TensorNorm
+    from reshard_mpi.quantization.placing import QuantizedWeights
 
 # Errors that say what is wrong with files, and with a checkpoint once these have been found.
 _OF_FILES = (ShardError, CoverageError, DisagreementError, DamageError)
@@ -150,11 +151,14 @@ class _ShapesByName(NamedTuple):
 
     stored: Mapping[str, tuple[int, ...]]
     logical: Mapping[str, tuple[int, ...]]  # as they would be without quantization
-    digest: str | None  # of how it is quantized; None: it is not
+    quantized: str  # how it is quantized, as JSON; empty: it is not
 
     @classmethod
-    def of(cls, opened: AuditedCheckpoint) -> _ShapesByName:
-        return cls(opened.shapes, opened.logical_shapes, opened.source.quantization_digest)
+    def of(cls, shapes: Mapping[str, tuple[int, ...]], quantization: QuantizedWeights | None) -> _ShapesByName:
+        """Return the shapes of a checkpoint with quantized weights, or with none."""
+        if quantization is None:
+            return cls(shapes, shapes, "")
+        return cls(shapes, quantization.logical(shapes), quantization.text)
 
     def by_like(
         self, like: _ShapesByName | None, request: Request
@@ -162,20 +166,19 @@ class _ShapesByName(NamedTuple):
         """Return the definition that another checkpoint is, and own shapes: stored ones if both are quantized alike."""
         if like is None:
             return None, {}
-        theirs, ours = (like.stored, self.stored) if like.digest == self.digest else (like.logical, self.logical)
+        theirs, ours = (like.stored, self.stored) if like.quantized == self.quantized else (like.logical, self.logical)
         return Definition(str(request.like), theirs, is_all=True), ours
 
 
 def _in_names_of_the_model(request: Request, config: ModelConfig | None, opened: AuditedCheckpoint) -> _ShapesByName:
     """Return the shapes of all tensors by the names that maps give them. Raises MapError if a map does not fit."""
-    own = _ShapesByName.of(opened)
     if not request.map:
-        return own
+        return _ShapesByName.of(opened.shapes, opened.source.quantization)
     path = None if config is None else str(config.path)
     mapped, _ = apply_map(request._replace(config=path, like=None), opened.conversion)
-    plan, quantization = mapped.plan(0, checked=False), mapped.planned_source.quantization
+    plan = mapped.plan(0, checked=False)
     shapes = {name: group.kind.shape for group in plan.tensors.groups for name in group.names}
-    return own._replace(stored=shapes, logical=shapes if quantization is None else quantization.logical(shapes))
+    return _ShapesByName.of(shapes, mapped.planned_source.quantization)
 
 
 def _opened_other(path: str, request: Request, comm: Comm, memory: RunMemory) -> AuditedCheckpoint:
@@ -186,7 +189,10 @@ def _opened_other(path: str, request: Request, comm: Comm, memory: RunMemory) ->
 
 def _like(request: Request, comm: Comm, memory: RunMemory) -> _ShapesByName | None:
     """Return the tensors of the other checkpoint that this one is to be like, if one is named."""
-    return None if request.like is None else _ShapesByName.of(_opened_other(request.like, request, comm, memory))
+    if request.like is None:
+        return None
+    opened = _opened_other(request.like, request, comm, memory)
+    return _ShapesByName.of(opened.shapes, opened.source.quantization)
 
 
 class _Previous(NamedTuple):
@@ -207,7 +213,7 @@ def _previous(request: Request, comm: Comm, progress: Progress, memory: RunMemor
         return None
     opened = agreed(lambda: _opened_other(before, request, comm, memory), comm)
     contents = {content.name: content for content in _all_contents(opened, comm, progress)[0]}
-    return _Previous(contents, opened.logical_shapes, opened.roles)
+    return _Previous(contents, _ShapesByName.of(opened.shapes, opened.source.quantization).logical, opened.roles)
 
 
 def _require_same_weights(opened: AuditedCheckpoint, previous: _Previous | None, request: Request) -> None:
@@ -216,7 +222,7 @@ def _require_same_weights(opened: AuditedCheckpoint, previous: _Previous | None,
         return
     ours, theirs = (
         dict.fromkeys(name for name in names if kind_of(name) is TensorKind.MODEL)
-        for names in (opened.logical_shapes, previous.names)
+        for names in (_ShapesByName.of(opened.shapes, opened.source.quantization).logical, previous.names)
     )
     for names, others, path in ((ours, theirs, request.before), (theirs, ours, request.source)):
         alone = [repr(name) for name in names if name not in others]

@@ -42,14 +42,14 @@ def of_deepseek(seed: int = 0) -> Tensors:
     return made
 
 
-def of_gptq(seed: int = 0) -> Tensors:
+def of_gptq(seed: int = 0, columns: int = 8) -> Tensors:
     """Return the weights of the model with `q_proj` in groups that are in any order."""
     random, made = np.random.default_rng(seed), dict[str, Array]()
     for name, array in weights(seed).items():
         if "q_proj" not in name:
             made[name] = array
             continue
-        sample = gptq(random, (8, 8), 4, 4, np.dtype(np.float16), act_order=True)
+        sample = gptq(random, (8, columns), 4, 4, np.dtype(np.float16), act_order=True)
         made |= {name.replace("weight", own.removeprefix("w.")): array for own, array in sample.tensors.items()}
     return made
 
@@ -147,11 +147,6 @@ SPOILED: dict[str, tuple[str, Spoil, set[tuple[str, str]]]] = {
     "an exponent that is NaN": ("gpt-oss", spoiled(OF_OSS, 255), {("scale", OF_OSS)}),
     "an exponent of zero": ("gpt-oss", spoiled(OF_OSS, 0), set()),
     "NaN in a weight": ("deepseek", spoiled(f"{EXPERT}.weight", np.nan), {("nan", f"{EXPERT}.weight")}),
-    "a weight left zero": (
-        "gptq",
-        at(f"{Q_PROJ}.qweight", lambda tensors: np.zeros_like(tensors[f"{Q_PROJ}.qweight"])),
-        set(),  # one row is a vector
-    ),
     "experts left zero": (
         "gpt-oss",
         at(f"{EXPERTS}.down_proj_blocks", lambda tensors: np.zeros_like(tensors[f"{EXPERTS}.down_proj_blocks"])),
@@ -272,3 +267,26 @@ def test_norms_of_stored_elements_are_none_of_weights(tmp_path: Path) -> None:
     assert audited(changed, "--before", str(plain)) == {("change", EMBEDDING)}
     lacking = saved(tmp_path / "lacking", without(EXPERT)(of_deepseek()), FP8)
     assert f"{EXPERT}.weight'" in refused("audit", lacking, "--before", deepseek, "--jobs", "1")
+
+
+def test_maps_that_stack_weights_keep_what_they_are(tmp_path: Path) -> None:
+    stacked = {name: array for name, array in weights().items() if "q_proj" not in name}
+    stacked["model.q_proj.weight"] = np.random.default_rng(0).standard_normal((3, 8, 16)).astype(np.float32)
+    like = str(save(tmp_path / "like", stacked))
+    equation = "model.layers.{n}.q_proj.qweight [a b] <=> model.q_proj.qweight [n a b]"
+    folder = saved(tmp_path / "src", of_gptq(columns=16), MADE["gptq"][1])
+    assert audited(folder, "--map", equation, "--like", like, "--strict") == set()
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_ranks_that_hold_pieces_are_named(jobs: str, tmp_path: Path) -> None:
+    tensors = of_deepseek()
+    tensors[SCALES] = value(tensors[SCALES], 0)
+    folder, spec = saved(tmp_path / "src", tensors, FP8), tmp_path / "spec.toml"
+    rule = f"[[parameter]]\nmatch = '{EXPERT}.weight'\nsplit = {{ 1 = ['tp'] }}\n[[parameter]]\nmatch = '*'\n"
+    spec.write_text(f"mesh = {{ tp = 2 }}\n{rule}")
+    done("transform", folder, tmp_path / "cut", "--dst-strategy", spec, "--to", "safetensors", "--jobs", "1")
+    finished = run_here("audit", tmp_path / "cut", "--src-strategy", spec, "--json", "--jobs", jobs)
+    (found,) = json.loads(finished.out)["findings"]
+    assert finished.code == WRONG and (found["kind"], found["tensor"]) == ("scale", SCALES)
+    assert "1 of 4 scales is zero" in found["detail"]
