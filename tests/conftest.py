@@ -169,9 +169,16 @@ _STARTERS = {"run_command", "measure_peak", "run_ranks", "Popen", "mpirun_comman
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in this hook too
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    lacking = [peer for peer in _PEERS if importlib.util.find_spec(peer) is None]
+    no_browser = browser.missing()
     for item in items:
-        if _is_slow(item):
+        marks = {mark.name for mark in item.iter_markers()}
+        if _is_slow(item, marks):
             item.add_marker(pytest.mark.slow)
+        for peer in marks.intersection(lacking):
+            item.add_marker(pytest.mark.skip(reason=f"{peer} is not installed"))
+        if no_browser and "browser" in marks:
+            item.add_marker(pytest.mark.skip(reason=f"no browser: {no_browser} is not installed"))
     # What must not run twice at a time runs in one process; first, so that the others run beside it. Then what takes
     # longest, so that no process is left with it at the end.
     items.sort(key=lambda item: _one_at_a_time(item) or ("y" if item.path.stem in _LONG_MODULES else "z"))
@@ -179,24 +186,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         group = _one_at_a_time(item)
         if group is not None:
             item.add_marker(pytest.mark.xdist_group(group))
-    for peer in _PEERS:
-        if importlib.util.find_spec(peer) is None:
-            for item in items:
-                if item.get_closest_marker(peer):
-                    item.add_marker(pytest.mark.skip(reason=f"{peer} is not installed"))
-    lacking = browser.missing()
-    for item in items if lacking else ():
-        if item.get_closest_marker("browser"):
-            item.add_marker(pytest.mark.skip(reason=f"no browser: {lacking} is not installed"))
 
 
-def _is_slow(item: pytest.Item) -> bool:
-    """Tell whether a test is left out of the quick part, besides those that are marked in their places.
+def _is_slow(item: pytest.Item, marks: set[str]) -> bool:
+    """Tell whether a test of these marks is left out of the quick part, besides those that are marked in their places.
 
     A test that starts processes takes a second or so; one of many such, told apart by parameters, would take a minute
     with the others.
     """
-    if _SLOW_FIXTURES & set(getattr(item, "fixturenames", ())) or any(map(item.get_closest_marker, _PEERS)):
+    if not _SLOW_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())) or not marks.isdisjoint(_PEERS):
         return True
     callspec = getattr(item, "callspec", None)
     # A variant that is made by local processes has one that is made by one alone.
