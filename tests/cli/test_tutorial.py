@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.cases import Side
 from support.checkpoints import Arrays, as_read, expected_rank, read_shard, write_shard, write_shards, write_strategy
-from support.launch import MPI, mpirun_command
+from support.launch import MPI, by_one_mpi, mpirun_command
 from support.oracle import RawLayout
 from support.processes import Finished, run_command
 
@@ -39,6 +39,7 @@ def test_by_rank(mpi: MPI, tmp_path: Path) -> None:
         check_written(eight_to_four()[1], network(), tmp_path / "dst")
 
 
+@by_one_mpi
 def test_by_rank_with_too_many_ranks(mpi: MPI, tmp_path: Path) -> None:
     """A rank the target does not have says so; its launcher may stop the others for it."""
     make_by_rank(tmp_path)
@@ -57,6 +58,7 @@ def test_pipeline(mpi: MPI, tmp_path: Path) -> None:
     check_written(target, pipeline_tensors(), tmp_path / "dst")
 
 
+@by_one_mpi
 def test_pipeline_weights_only(mpi: MPI, tmp_path: Path) -> None:
     source, target = pipeline_to_four()
     weights = Side(4, 1, {name: target.layouts[name] for name in SHAPES})
@@ -66,6 +68,7 @@ def test_pipeline_weights_only(mpi: MPI, tmp_path: Path) -> None:
     check_written(weights, {name: pipeline_tensors()[name] for name in SHAPES}, tmp_path / "dst")
 
 
+@by_one_mpi
 def test_pipeline_by_the_command_line(mpi: MPI, tmp_path: Path) -> None:
     """Neither merging nor a script is needed: a folder of strategies is merged by itself."""
     source, target = pipeline_to_four()
@@ -77,6 +80,7 @@ def test_pipeline_by_the_command_line(mpi: MPI, tmp_path: Path) -> None:
     check_written(weights, {name: pipeline_tensors()[name] for name in SHAPES}, tmp_path / "dst")
 
 
+@by_one_mpi
 def test_pipeline_with_a_stage_missing(mpi: MPI, tmp_path: Path) -> None:
     arguments = make_pipeline(*pipeline_to_four(), tmp_path)
     for path in (tmp_path / "src_strategy").glob("strategy_rank[0-3].ckpt"):

@@ -16,7 +16,7 @@ from support.attempts import ALONE, ARRAY, BY_RANK, FUNCTION, FUNCTION_2, JOBS, 
 from support.command_line import COMMAND
 from support.conversions import of_every_kind
 from support.injector import NO_FAULT, READING, Call, Fault, Injector, needs_compiler
-from support.launch import MPI
+from support.launch import MPI, of_every_kind_and_mpi
 from support.processes import run_command
 
 pytestmark = [needs_compiler, pytest.mark.slow]
@@ -87,7 +87,7 @@ def test_other_launches(tmp_path: Path, kind: str, launch: Launch, skip: int) ->
     assert_the_rule_holds(Bench(tmp_path, kind, launch, verify=launch is JOBS), 3, skip=skip)
 
 
-@of_every_kind
+@of_every_kind_and_mpi
 def test_ranks(tmp_path: Path, kind: str, mpi: MPI) -> None:
     assert_the_rule_holds(Bench(tmp_path, kind, ranks_of(mpi), verify=kind == "hdf5"), 2)
 

@@ -11,7 +11,7 @@ from support.checkpoints import as_read, expected_rank, read_shard, write_shard
 from support.command_line import COMMAND, done, refused, run_here
 from support.conversions import TENSORS, Conversion, four_targets, listing
 from support.examples import few
-from support.launch import MPI, mpirun_command
+from support.launch import MPI, by_one_mpi, mpirun_command
 from support.processes import run_command
 
 from reshard_mpi.journal.run_records import RunIdentity
@@ -189,6 +189,7 @@ def looking(c: Conversion, is_late: str) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]).rstrip(":")}
 
 
+@by_one_mpi
 @pytest.mark.parametrize("command", ["transform", "plan", "verify", "verify alone", "diff"])
 def test_ranks_that_have_chosen_differently(c: Conversion, mpi: MPI, command: str) -> None:
     if command in ("verify", "diff"):

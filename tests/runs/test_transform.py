@@ -98,8 +98,10 @@ def test_parts(reference: Conversion, tmp_path: Path) -> None:
     assert shards(tmp_path) == shards(reference.dst)
 
 
-# What a kind of file is written with does not depend on how many ranks there are: each number once, with either kind.
-@pytest.mark.parametrize(("reference", "ranks"), [("hdf5", 3), ("ckpt", 5)], indirect=["reference"])
+# What a kind of file is written with does not depend on how many ranks there are, nor on their MPI: each once.
+@pytest.mark.parametrize(
+    ("reference", "mpi", "ranks"), [("hdf5", "mpich", 3), ("ckpt", "openmpi", 5)], indirect=["reference", "mpi"]
+)
 def test_mpirun(reference: Conversion, tmp_path: Path, mpi: MPI, ranks: int) -> None:
     finished = transform_apart(
         reference.but(dst=tmp_path), "--report", str(tmp_path / "report.json"), mpi=mpi, ranks=ranks
@@ -192,7 +194,9 @@ def test_jobs_that_fill_targets_together(reference: Conversion, tmp_path: Path, 
         assert target["requested_bytes"] - target["needed_bytes"] <= 16 * (target["processes"] - 1)
 
 
-@pytest.mark.parametrize(("reference", "ranks"), [("hdf5", 3), ("ckpt", 7)], indirect=["reference"])
+@pytest.mark.parametrize(
+    ("reference", "mpi", "ranks"), [("ckpt", "mpich", 7), ("hdf5", "openmpi", 3)], indirect=["reference", "mpi"]
+)
 def test_ranks_that_fill_targets_together(reference: Conversion, tmp_path: Path, mpi: MPI, ranks: int) -> None:
     c = reference.but(dst=tmp_path / "dst")
     finished = transform_apart(c, mpi=mpi, ranks=ranks, env=doing(tmp_path, "pass"))

@@ -30,7 +30,7 @@ from support.conversions import (
     transform_apart,
 )
 from support.examples import few
-from support.launch import MPI
+from support.launch import MPI, of_every_kind_and_mpi
 from support.oracle import RawLayout
 from support.processes import Finished
 from support.stand_ins import doing
@@ -106,8 +106,9 @@ def test_local_processes_give_the_same(c: Conversion, tmp_path: Path) -> None:
     divided(c, tmp_path, "--jobs", "3")
 
 
-def test_ranks_give_the_same(c: Conversion, tmp_path: Path, mpi: MPI) -> None:
-    divided(c, tmp_path, mpi=mpi)
+@of_every_kind_and_mpi
+def test_ranks_give_the_same(tmp_path: Path, kind: str, mpi: MPI) -> None:
+    divided(four_targets(tmp_path, kind), tmp_path, mpi=mpi)
 
 
 def divided(c: Conversion, tmp_path: Path, *options: str, mpi: MPI | None = None) -> None:
@@ -495,8 +496,9 @@ def test_pair_by_local_processes(c: Conversion) -> None:
     pair_is_told_once(c, "--jobs", "3")
 
 
-def test_pair_by_ranks(c: Conversion, mpi: MPI) -> None:
-    pair_is_told_once(c, mpi=mpi)
+@of_every_kind_and_mpi
+def test_pair_by_ranks(tmp_path: Path, kind: str, mpi: MPI) -> None:
+    pair_is_told_once(four_targets(tmp_path, kind), mpi=mpi)
 
 
 def pair_is_told_once(c: Conversion, *options: str, mpi: MPI | None = None) -> None:

@@ -21,6 +21,12 @@ import pytest
 from support.processes import Finished, run_command
 
 MPI_NAMES = ("mpich", "openmpi")
+# For what is the program's own, whichever MPI has started it.
+by_one_mpi = pytest.mark.parametrize("mpi", MPI_NAMES[:1], indirect=True)
+# What a kind of file is written with does not depend on the MPI: each once.
+of_every_kind_and_mpi = pytest.mark.parametrize(
+    ("kind", "mpi"), [("hdf5", "mpich"), ("ckpt", "openmpi")], indirect=["mpi"]
+)
 
 
 @dataclass(frozen=True, slots=True)
