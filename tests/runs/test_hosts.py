@@ -75,9 +75,16 @@ def some_targets(folder: Path, kind: str, count: int) -> Conversion:
 # The same bytes, and no file by processes of two hosts
 
 
+# Either kind by either MPI, and one host or both.
 @pytest.mark.parametrize(
-    ("kind", "targets", "processes"),
-    [("hdf5", 1, [2]), ("ckpt", 2, [2, 2]), ("hdf5", 3, [1, 1, 2]), ("ckpt", 4, [1, 1, 1, 1])],
+    ("mpi", "kind", "targets", "processes"),
+    [
+        ("mpich", "hdf5", 1, [2]),
+        ("openmpi", "ckpt", 2, [2, 2]),
+        ("openmpi", "hdf5", 3, [1, 1, 2]),
+        ("mpich", "ckpt", 4, [1, 1, 1, 1]),
+    ],
+    indirect=["mpi"],
 )
 def test_the_same_files_as_alone(tmp_path: Path, hosts: Hosts, kind: str, targets: int, processes: list[int]) -> None:
     c = some_targets(tmp_path, kind, targets)
