@@ -12,7 +12,7 @@ from support.command_line import done, run_apart, run_here
 from support.conversions import Conversion as Files
 from support.conversions import make, of_every_kind
 from support.examples import few
-from support.launch import MPI
+from support.launch import MPI, by_one_mpi
 from support.processes import Finished
 
 import reshard_mpi
@@ -148,6 +148,7 @@ def test_what_is_lost_is_told(tmp_path: Path) -> None:
         assert any("rank 2" in warning for warning in finished.warnings), finished
 
 
+@by_one_mpi
 def test_under_mpi_one_picture_is_drawn(tmp_path: Path, mpi: MPI) -> None:
     conversion = make(tmp_path)
     for options in (["--plot", str(tmp_path / "plan.svg")], ["--explain", "w"]):

@@ -36,7 +36,7 @@ from support.conversions import (
     transform_by_function,
 )
 from support.examples import few
-from support.launch import MPI
+from support.launch import MPI, by_one_mpi
 from support.oracle import RawLayout
 from support.processes import HANG_SECONDS, clean_environment
 
@@ -699,6 +699,7 @@ def test_a_kill_at_any_instant(c: Conversion) -> None:
 # Processes that run together
 
 
+@by_one_mpi
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_ranks_of_one_job(tmp_path: Path, mpi: MPI, ranks: int) -> None:
     c = four_targets(tmp_path)

@@ -21,7 +21,7 @@ from support.checkpoints import read_shard
 from support.command_line import COMMAND, done, run_apart, run_here
 from support.conversions import Conversion, assert_right, listing, make, side, transform_apart
 from support.holders import TIMEOUT_SECONDS, Holder, ended, leased, until
-from support.launch import MPI
+from support.launch import MPI, by_one_mpi
 from support.ledgers import Changing, ledger
 from support.oracle import RawLayout
 from support.stand_ins import doing
@@ -304,6 +304,7 @@ def test_workers_of_a_run_that_have_room_only_one_after_the_other(
     assert list(state.glob("*/*")) == []
 
 
+@by_one_mpi
 @pytest.mark.parametrize(("ranks", "layouts"), [pytest.param(1, TOGETHER, marks=pytest.mark.slow), (4, EACH)])
 def test_ranks_of_a_run_that_have_room_only_one_after_the_other(
     mpi: MPI, tmp_path: Path, state: Path, ranks: int, layouts: dict[str, RawLayout]

@@ -24,7 +24,7 @@ from support.conversions import (
     write_conversion,
 )
 from support.examples import few
-from support.launch import MPI
+from support.launch import MPI, by_one_mpi
 from support.oracle import RawLayout
 
 import reshard_mpi
@@ -138,6 +138,7 @@ def test_refused_as_ever_unless_it_is_asked_for(tmp_path: Path) -> None:
 # However it is run
 
 
+@by_one_mpi
 def test_any_processes_write_the_same(tmp_path: Path, mpi: MPI) -> None:
     c = accumulating(tmp_path)
     alone = c.but(dst=tmp_path / "alone")

@@ -13,7 +13,7 @@ from support.cases import Side
 from support.checkpoints import expected_rank
 from support.conversions import TENSORS, Conversion, four_targets, make, write_conversion
 from support.examples import few, one_at_a_time
-from support.launch import MPI, run_ranks
+from support.launch import MPI, by_one_mpi, run_ranks
 from support.oracle import RawLayout
 from support.rank_calls import told_while_transforming
 
@@ -232,6 +232,7 @@ def test_nothing_more_is_told_of_a_call_that_is_refused(c: Conversion) -> None:
     assert all(status.bytes_total is None for status in told)
 
 
+@by_one_mpi
 @pytest.mark.parametrize("asking", [(0,), (0, 1, 2)], ids=["the first", "all ranks"])
 def test_rank_0_is_told_of_all_ranks(tmp_path: Path, mpi: MPI, asking: tuple[int, ...]) -> None:
     c = four_targets(tmp_path)

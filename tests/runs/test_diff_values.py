@@ -19,7 +19,7 @@ from support.checkpoints import write_shard
 from support.command_line import done, refused, run_apart, run_here
 from support.conversions import TENSORS, Conversion
 from support.examples import many
-from support.launch import MPI
+from support.launch import MPI, by_one_mpi
 from test_diff import full, saved
 
 import reshard_mpi
@@ -258,6 +258,7 @@ def refused_difference(*arguments: Any) -> str:
     return said.err
 
 
+@by_one_mpi
 def test_layouts_and_processes_do_not_matter(c: Conversion, tmp_path: Path, mpi: MPI) -> None:
     other = full(tmp_path, w=TENSORS["w"] + np.float32(0.5))
     arguments = ["diff", c.src, other, "--src-strategy", c.src_strategy, "--values", "--json"]

@@ -21,7 +21,7 @@ from support.conversions import (
     transform_by_function,
 )
 from support.examples import few
-from support.launch import MPI
+from support.launch import MPI, by_one_mpi
 from support.processes import run_command
 
 import reshard_mpi
@@ -147,6 +147,7 @@ def test_processes_of_a_run_need_what_they_need_together(tmp_path: Path, jobs: s
     assert run_command(arguments, env=free(tmp_path, needed)).code == 0
 
 
+@by_one_mpi
 def test_ranks_of_a_job_need_what_they_need_together(tmp_path: Path, mpi: MPI) -> None:
     c = four_targets(tmp_path)
     needed = sum(planned(c))

@@ -12,7 +12,7 @@ import pytest
 from support.ckpt_peer import write as write_ckpt
 from support.command_line import done, run_in_fork
 from support.conversions import DST_LAYOUTS, Conversion, make, side, transform_by_function
-from support.launch import MPI, run_ranks
+from support.launch import MPI, by_one_mpi, run_ranks
 from support.oracle import RawLayout
 from support.processes import Finished
 from support.rank_calls import logged_while_transforming
@@ -234,6 +234,7 @@ def test_verify_says_which_checkpoint_it_has_chosen(c: Conversion, logged: Logge
     assert logged.by(lambda: reshard_mpi.verify(c.src, c.dst, c.src_strategy, c.dst_strategy)) == printed(finished)
 
 
+@by_one_mpi
 def test_one_of_the_ranks_of_an_mpi_run_logs(c: Conversion, mpi: MPI) -> None:
     values_of_two_targets_that_differ(c)
     a_damaged_shard(c)
