@@ -145,9 +145,15 @@ class _Following:
     def _logical_shape(self) -> tuple[int, ...]:
         """The shape of the weight that is made, once it is dequantized."""
         scheme, shape = self._first.scheme, self._tensor.shape.shape
-        if self._is_whole:
-            return self._first.shape
-        return shape if scheme.kind in _UNPACKED else fit(layout_of(scheme), shape, {}, None).shape
+        if self._is_whole or scheme.kind in _UNPACKED:
+            return self._first.shape if self._is_whole else shape
+        made = fit(layout_of(scheme), shape, {}, None).shape
+        if scheme.kind != "packed":
+            return made
+        # The last word of a row may not be full: the last columns of all tell where it ends.
+        last = next(pair for pair in self._tensor.shape.pairs if pair.to.stop[-1] == shape[-1])
+        left_out = self._sources[last.source].shape[-1] - last.region.stop[-1] * 32 // scheme.bits
+        return (*made[:-1], made[-1] + min(0, left_out))
 
     @property
     def _is_whole(self) -> bool:
@@ -172,12 +178,16 @@ class _Following:
         source_shape = self._inventory[self._first.stored].shape
         for pair in shape.pairs:
             pairs = paired(pair.region, pair.to, pair.order)
-            if pair.order is None and pair.region.ndim == pair.to.ndim:
+            if pair.order is None and pair.region.shape == pair.to.shape:
                 pairs = tuple((dim, dim) for dim in range(pair.to.ndim))
             for dim, target_dim in pairs:
                 if source_of[target_dim] not in (None, dim):
                     raise self._refusal("its axes are joined or divided", "axes that stay axes")
                 source_of[target_dim] = dim
+        ones = [dim for dim, length in enumerate(source_shape) if length == 1 and dim not in source_of]
+        free = [dim for dim, length in enumerate(shape.shape) if length == 1 and source_of[dim] is None]
+        for dim, target_dim in zip(reversed(ones), reversed(free)):
+            source_of[target_dim] = dim
         known = [dim for dim in source_of if dim is not None]
         dropped = [dim for dim in range(len(source_shape)) if dim not in known]  # along which weights were stacked
         is_taken_apart = all(pair.region.shape[dim] == 1 for pair in shape.pairs for dim in dropped)
@@ -217,8 +227,9 @@ class _Following:
         key = (id(self._tensor.shape), companion.dims, new.dims, tuple(kinds.items()))
         if key in self._shapes:
             return self._shapes[key]
-        if new.dims == companion.dims and self._is_whole:
-            (pair,) = self._tensor.shape.pairs
+        is_stated = companion.role == "shape" and companion.dims == new.dims == (None,)  # and said anew when planned
+        if is_stated or (new.dims == companion.dims and self._is_whole):
+            pair = self._tensor.shape.pairs[0]
             whole = Box.whole(kinds[pair.source])
             shape = TargetShape(whole.shape, (BoxPair(pair.source, whole, whole, None),), ())
         else:

@@ -190,3 +190,65 @@ def test_some_weights_are_dequantized_and_others_stay(tmp_path: Path) -> None:
     assert {name: written[name] for name in k} == {name: array.tobytes() for name, array in k.items()}
     with pytest.raises(MapError, match="a type for all"):
         reshard_mpi.transform(source, tmp_path / "no", dtype=["q.*=fp32"], map="q.weight <=> v.weight")
+
+
+PACKED = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=16)
+
+
+def packed_weights(**shapes: tuple[int, int]) -> dict[str, Array]:
+    """Return packed weights by their names."""
+    samples = {name: packed(np.random.default_rng(len(name)), shape, 4, 16, BFLOAT16) for name, shape in shapes.items()}
+    return {
+        own.replace("w.", f"{name}."): array for name, each in samples.items() for own, array in each.tensors.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes", "stated"),
+    [
+        (
+            "p.weight_packed [(a + 3) b] <=> u.weight_packed [a b], v.weight_packed [3 b]",
+            {"p": (8, 32)},
+            "u 5 32 v 3 32",
+        ),
+        (
+            "p.weight_packed [a b], q.weight_packed [c b] <=> u.weight_packed [(a + c) b]",
+            {"p": (8, 27), "q": (4, 27)},
+            "u 12 27",
+        ),
+        (
+            "p.weight_packed [a b], q.weight_packed [a c] <=> u.weight_packed [a (b + c)]",
+            {"p": (8, 32), "q": (8, 19)},
+            "u 8 51",
+        ),
+    ],
+)
+def test_packed_weights_state_the_shapes_that_they_get(
+    tmp_path: Path, equation: str, shapes: dict[str, tuple[int, int]], stated: str
+) -> None:
+    source = write(tmp_path / "source", packed_weights(**shapes), PACKED)
+    reshard_mpi.transform(source, tmp_path / "out", map=equation, to="safetensors")
+    with reshard_mpi.open(tmp_path / "out") as opened:
+        found = [f"{name[0]} {tensor[0]} {tensor[1]}" for name, tensor in opened.items() if name.endswith("_shape")]
+    assert " ".join(found) == stated
+    with reshard_mpi.open(tmp_path / "out", dtype="fp32") as opened:
+        reshard_mpi.transform(source, tmp_path / "plain", map=equation.replace("_packed", ""), dtype="fp32")
+        with reshard_mpi.open(tmp_path / "plain") as plain:
+            for name, tensor in opened.items():
+                np.testing.assert_array_equal(np.asarray(tensor), np.asarray(plain[name]))
+
+
+def test_an_axis_of_one_element_is_turned_and_joined_like_others(tmp_path: Path) -> None:
+    rows = compressed("float-quantized", num_bits=8, type="float", strategy="channel")
+    tensors = {"w.weight": np.zeros((2, 1), E4M3), "w.weight_scale": np.ones((2, 1), "f4")}
+    source = write(tmp_path / "source", tensors, rows)
+    with pytest.raises(MapError, match="its axes change places"):
+        reshard_mpi.transform(source, tmp_path / "out", map="w.weight [a b] <=> v.weight [b a]")
+    one = {name: np.ascontiguousarray(array[:1]) for name, array in tensors.items()} | {
+        "w.input_scale": np.ones((), "f4")
+    }
+    equation = "w.weight [a b] <=> v.weight [1 a b]"
+    reshard_mpi.transform(write(tmp_path / "one", one, rows), tmp_path / "in", map=equation, to="safetensors")
+    reshard_mpi.transform(tmp_path / "in", tmp_path / "back", map=equation, reverse=True, to="safetensors")
+    with reshard_mpi.open(tmp_path / "back") as opened:
+        assert {name: tensor.shape for name, tensor in opened.items()} == {n: array.shape for n, array in one.items()}
