@@ -16,14 +16,13 @@ from reshard_mpi.errors import MapError
 from reshard_mpi.formats.nest.nodes import MODEL, is_whole_training, parsed
 from reshard_mpi.mapping.apply_rules import applied
 from reshard_mpi.mapping.carry_values import carried_into
-from reshard_mpi.mapping.chain import chained, composed
+from reshard_mpi.mapping.chain import chained, composed, parameters_of, steps_of
 from reshard_mpi.mapping.check_optimizers import MadeTensors, owners_by_names, require_own_state
 from reshard_mpi.mapping.direction import Inventory, UnfitMapError
 from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training, begins_of, in_order, named_tensors, training_in
 from reshard_mpi.mapping.optimizers import (
     STATE_KEY,
     Form,
-    MadeParameter,
     Optimizer,
     is_taken_off,
     optimizers_of,
@@ -148,7 +147,7 @@ def _mapped(
     prefix = training.prefix if is_stripped else ""
     optimizers = _optimizers(source, training)
     told = owners_by_names(optimizers, inventory).items()
-    apart = {name: name for name, in_file in named.items() if name == in_file}
+    apart = beside = {name: name for name, in_file in named.items() if name == in_file}
     of_optimizers = tuple(begin for optimizer in optimizers for begin in begins_of(optimizer.path))
     choice = choice._replace(
         owners={state.removeprefix(prefix): owner.removeprefix(prefix) for state, owner in told},
@@ -173,12 +172,7 @@ def _mapped(
     _require_different(in_files[-1], chain[-1], source.path)
     _require_read(source, all_made)
     notes = tuple(_told_of_order(training, source.path))
-    # What is equal to another tensor goes into what is made of that.
-    equal = {each.names[0]: frozenset(each.names) for each in in_files[0].equal}
-    all_parameters = [
-        MadeParameter(derived.name, frozenset[str]().union(*(equal.get(name, {name}) for name in _sources(derived))))
-        for derived in all_made
-    ]
+    all_parameters = [*parameters_of(in_files[0]._replace(made=all_made))]
     sources_of = {parameter.name: parameter.sources for parameter in all_parameters}
     target = MadeTensors({tensor.name: tensor for tensor in all_made}, sources_of)
     if source.nest is not None:
@@ -203,7 +197,14 @@ def _mapped(
     if source.nest is None:
         return MappedFile(in_files, all_made, None)
     nest = without_emptied(source.nest, training, inventory, frozenset[str]().union(*sources_of.values()))
-    new = renamed(nest, training, inventory, all_parameters, tensors, source.path)
+    between = [composed(in_files[:number]) for number in range(1, len(in_files))]
+    in_target_of = [in_target] * len(between)
+    if is_below:
+        sources_between = [{tensor.name: _sources(tensor) for tensor in made} for made in between]
+        strangers_of = [_made_apart(training, sources, of_optimizers) for sources in sources_between]
+        in_target_of = [_below_prefix(training, beside | strangers) for strangers in strangers_of]
+    steps = [*steps_of(in_files, in_target_of)] if between else ()
+    new = renamed(nest, training, inventory, all_parameters, tensors, source.path, steps)
     require_own_state(new.known, inventory, target, source.path)
     begins = tuple(f"{each.path}state." for each, _ in new.known if each.form is not Form.FLAT)
     if training.optimizer is not None or any(derived.name.startswith(begins) for derived in all_made):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
@@ -10,7 +10,7 @@ from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.apply_rules import applied
 from reshard_mpi.mapping.box_pairs import MAX_PAIRS, BoxPair, TargetShape, TermTensor
 from reshard_mpi.mapping.direction import Inventory
-from reshard_mpi.mapping.optimizers import settings_of_all
+from reshard_mpi.mapping.optimizers import MadeParameter, settings_of_all
 from reshard_mpi.mapping.result import Computed, ConstantTensor, DerivedTensor, MapResult, taken_of
 from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.mapping.selection import Selection, TargetTemplate
@@ -124,6 +124,27 @@ def composed(chain: Iterable[MapResult]) -> tuple[DerivedTensor, ...]:
     return last
 
 
+def parameters_of(mapped: MapResult) -> Iterator[MadeParameter]:
+    """Yield all that a map makes. What is equal to another tensor goes into what is made of that."""
+    equal = {each.names[0]: each.names for each in mapped.equal}
+    for tensor in mapped.made:
+        sources = (tensor.sources[place] for place in taken_of(tensor))
+        yield MadeParameter(tensor.name, frozenset(name for own in sources for name in equal.get(own, (own,))))
+
+
+def steps_of(chain: Sequence[MapResult], in_file: Sequence[Callable[[str], str]]) -> Iterator[list[MadeParameter]]:
+    """Yield what each of several maps makes, by names in files.
+
+    Args:
+        chain: the first takes names of the source's file, and the last gives those of the target's.
+        in_file: for each but the last, what tensors that it makes would be called in the target's file.
+    """
+    as_it_is: Callable[[str], str] = str
+    for before, mapped, after in zip((as_it_is, *in_file), chain, (*in_file, as_it_is), strict=True):
+        made = parameters_of(mapped)
+        yield [MadeParameter(after(name), frozenset(map(before, sources))) for name, sources, _ in made]
+
+
 def chained(
     rules: Sequence[Rules],
     choice: Selection,
@@ -141,8 +162,9 @@ def chained(
     *first, last = rules
     of_target = {} if like is None else settings_of_all(like.training, like.nest)
     stranded: frozenset[str] = frozenset()
+    beside = frozenset(choice.beside)
     for of_one in first:
-        of_first = Selection(last=choice, owners=choice.owners, beside=choice.beside)
+        of_first = Selection(last=choice, owners=choice.owners, beside=beside)
         mapped = applied(of_one, of_first, inventory, forward, None, settings, of_target)
         _require_none_taken(stranded, mapped)
         stranded |= mapped.stranded
@@ -150,7 +172,8 @@ def chained(
         kinds = {tensor.name: TensorType(tensor.dtype, tensor.shape.shape) for tensor in mapped.made}
         kinds |= {constant.name: constant.kind for constant in mapped.constants}
         inventory = kinds | {number.name: number.kind for number in mapped.computed}
-    mapped = applied(last, choice, inventory, forward, like, settings, of_target)
+        beside = frozenset(tensor.name for tensor in mapped.made if beside.issuperset(tensor.sources.values()))
+    mapped = applied(last, choice._replace(beside=beside), inventory, forward, like, settings, of_target)
     _require_none_taken(stranded, mapped)
     yield mapped
 

@@ -59,6 +59,7 @@ def renamed(
     parameters: Sequence[MadeParameter],
     tensors: Sequence[str],
     where: str,
+    steps: Sequence[Sequence[MadeParameter]] = (),
 ) -> NewNest:
     """Return a nest in which optimizers have the new names of their parameters: names instead of numbers, too.
 
@@ -69,6 +70,7 @@ def renamed(
         inventory: the names of the source's tensors; parameters that are called otherwise keep their names.
         parameters: all that is made.
         tensors: the names of all that is made, in order.
+        steps: what each map makes of what the one before has made, if there are several: dictionaries follow each.
 
     Raises MapError if parameters are put together that an optimizer treats differently.
     """
@@ -92,14 +94,17 @@ def renamed(
     models = [beginning_of(each.parameters, each.path, inventory) for _, each in known]
     if training.optimizer is not None:
         models.append(training.prefix)
-    names = moved(root, new_names_of(parameters), (each for _, each in optimizers), models)
-    values = [*values_of_modules(root, names, [each for _, each in optimizers])]
-    new_name_of, left_behind = values_renamed(values, names)
-    _move_values(root, values, new_name_of)
-    _rename_modules(root, names)
-    _rename_listed(root, new_names_of(parameters))
-    _remove_emptied(root, "", names, [f"{each.path}{STATE_KEY}." for each, _ in known])
-    return NewNest(written(root, None if order is None else tensors), unknown, known, left_behind)
+    left_behind: dict[str, None] = {}
+    for step in steps or [parameters]:
+        names = moved(root, new_names_of(step), (each for _, each in optimizers), models)
+        values = [*values_of_modules(root, names, [each for _, each in optimizers])]
+        new_name_of, unmoved = values_renamed(values, names)
+        left_behind |= dict.fromkeys(unmoved)
+        _move_values(root, values, new_name_of)
+        _rename_modules(root, names)
+        _rename_listed(root, new_names_of(step))
+        _remove_emptied(root, "", names, [f"{each.path}{STATE_KEY}." for each, _ in known])
+    return NewNest(written(root, None if order is None else tensors), unknown, known, [*left_behind])
 
 
 def values_of_modules(

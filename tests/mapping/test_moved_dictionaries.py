@@ -184,3 +184,43 @@ def test_modules_in_the_model_of_an_optimizer_go_along(tmp_path: Path, are_numbe
     made, _ = made_of(tmp_path, source, "model.fc.{p*} <=> model.proj.{p*}", *equations)
     assert made["model"] == {"proj": {"w": 1.0, "bits": 4}, "out": {"w": 2.0}}
     assert made["optim"]["state"] == {"proj.w": {"exp_avg": 3.0}, "out.w": {"exp_avg": 4.0}}
+
+
+GROUP = {"lr": 3, "params": ["fc.w", "fc.b"]}
+NESTED = {
+    "params": {"fc": {"weight": 1.0, "bias": 2.0, "size": 2}, "out": {"weight": 3.0}},
+    "slow": {"fc": {"weight": 4.0, "bias": 5.0}, "out": {"weight": 6.0}},
+    "optim_state": {"params.fc.weight": {"step": 3, "exp_avg": 7.0}, "params.out.weight": {"step": 4, "exp_avg": 8.0}},
+    "epoch": 7,
+}
+
+
+@pytest.mark.parametrize(
+    "equations",
+    [
+        ["params.fc.{p*} <=> params.proj.{p*}", "params.proj.weight <=> params.proj.kernel"],
+        ["params.fc.weight <=> params.fc.kernel", "params.fc.{p*} <=> params.proj.{p*}"],
+        ["params.{p*} <=> net.{p*}", "net.fc.weight <=> net.fc.kernel", "net.{p*} <=> model.net.{p*}"],
+        ["params.fc.{p*} <=> params.x.{p*}", "params.out.{p*} <=> params.fc.{p*}", "params.x.{p*} <=> params.out.{p*}"],
+        ["slow.fc.{p*} <=> params.slow.{p*}", "params.slow.{p*} <=> slow.fc.{p*}"],
+        ["slow.{p*} <=> fast.{p*}", "fast.fc.weight <=> other"],
+        ["fc.w <=> fc.v", "{p*} <=> net.{p*}", "net.fc.v <=> out"],
+    ],
+)
+def test_several_maps_nest_as_one_after_another(tmp_path: Path, equations: list[str]) -> None:
+    training = {
+        "model": {"fc.w": 1.0, "fc.b": 2.0},
+        "ema": {"fc.w": 3.0},  # it follows its parameter
+        "optimizer": {"state": {"fc.w": {"exp_avg": 4.0}, "fc.b": {"exp_avg": 5.0}}, "param_groups": [GROUP]},
+    }
+    torch_peer.save(tmp_path / "0.pt", filled(training if equations[0].startswith("fc") else NESTED))
+    how: dict[str, Any] = {"to": "torch", "forward": True, "overwrite": True}
+    reshard_mpi.transform(tmp_path / "0.pt", tmp_path / "chain", map=equations, **how)
+    source = tmp_path / "0.pt"
+    for at, equation in enumerate(equations):
+        reshard_mpi.transform(source, tmp_path / f"{at}", map=equation, **how)
+        source = tmp_path / f"{at}"
+    chain, steps = (
+        plain(torch_peer.load(folder / "rank_0/checkpoint_0.pt")) for folder in (tmp_path / "chain", source)
+    )
+    assert chain == steps
