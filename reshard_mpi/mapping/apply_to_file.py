@@ -99,7 +99,7 @@ def applied_to_file(
     attempts = [(training, like, False), (below, like_below, like is None)]
     if below is training and like_below is like:
         attempts = attempts[:1]
-    # What takes any name fits those of the file as well, and is meant for the model's.
+    # A map that takes any name is meant for the model, and fits the whole file as well.
     takes_any = rules[0].takes_any_name
     errors: list[MapError] = []
     for own, own_like, is_below in attempts[::-1] if takes_any else attempts:
@@ -107,7 +107,7 @@ def applied_to_file(
             return _mapped(rules, choice, inventory, source, own, forward, own_like, is_below=is_below)
         except MapError as error:
             errors.append(error)
-    errors = errors if takes_any else errors[::-1]  # that of the model's names first
+    errors = errors if takes_any else errors[::-1]  # first what the names of the model say
     raise next((error for error in errors if not isinstance(error, UnfitMapError)), errors[0])
 
 

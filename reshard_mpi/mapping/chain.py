@@ -125,7 +125,7 @@ def composed(chain: Iterable[MapResult]) -> tuple[DerivedTensor, ...]:
 
 
 def parameters_of(mapped: MapResult) -> Iterator[MadeParameter]:
-    """Yield all that a map makes. What is equal to another tensor goes into what is made of that."""
+    """Yield all that a map makes; tensors that are equal to a source are sources as well."""
     equal = {each.names[0]: each.names for each in mapped.equal}
     for tensor in mapped.made:
         sources = (tensor.sources[place] for place in taken_of(tensor))
