@@ -59,13 +59,29 @@ def dequantized(weight: QuantizedWeight, box: Box, kinds: Mapping[str, TensorTyp
     with np.errstate(all="ignore"):
         elements = _elements(weight, box, stored[weight.stored])
         groups = weight.companion("group_index") if weight.scheme.act_order else None
-        index = None if groups is None else stored[groups.name].typed
+        index = None if groups is None else _group_index(weight, groups, stored)
         zeros, scale = weight.companion("zeros"), weight.companion("scale")
         if zeros is not None:
             _apply(np.subtract, elements, _zeros(weight, zeros, box, stored[zeros.name]), box, index)
         if scale is not None:
             _apply(np.multiply, elements, _scales(weight, scale, stored), box, index)
     return elements
+
+
+def _group_index(weight: QuantizedWeight, groups: Companion, stored: Mapping[str, _StoredPart]) -> Array:
+    """Return the number of the group of each column. Raises SourceError for numbers that no group has."""
+    index, scale = stored[groups.name].typed, weight.companion("scale")
+    columns_first = weight.scheme.kind == "gptq"
+    count = 1 if scale is None else stored[scale.name].typed.shape[0 if columns_first else -1]
+    if index.min() < 0 or index.max() >= count:
+        raise SourceError(
+            f"columns of {weight.name} are in groups that it does not have",
+            expected=f"numbers of groups from 0 to {count - 1}",
+            got=f"{index.min()} to {index.max()}",
+            where=groups.name,
+            remedy="if its columns are in order, say so in its quantization_config (desc_act or actorder)",
+        )
+    return index
 
 
 def stored_boxes(weight: QuantizedWeight, box: Box, kinds: Mapping[str, TensorType]) -> dict[str, Box]:

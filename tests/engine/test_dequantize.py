@@ -237,3 +237,13 @@ def test_what_a_box_needs(sample: Sample, box: Box, expected: dict[str, Box]) ->
     assert stored_boxes(sample.weight, box, sample.kinds) == expected
     got = dequantized(sample.weight, box, sample.kinds, sample.reader())
     assert_equal(got, sample.whole[tuple(map(slice, box.start, box.stop))])
+
+
+@pytest.mark.parametrize("number", [-1, 4])
+@pytest.mark.parametrize("make", [packed, gptq])
+def test_groups_that_are_not_there_are_refused(make: Callable[..., Sample], number: int) -> None:
+    sample = make(np.random.default_rng(1), (32, 64), 4, 16, FLOAT32, act_order=True)
+    (name,) = (each.name for each in sample.weight.companions if each.role == "group_index")
+    sample.tensors[name][5] = number
+    with pytest.raises(SourceError, match="groups that it does not have"):
+        dequantized(sample.weight, Box.whole(sample.weight.shape), sample.kinds, sample.reader())
