@@ -49,6 +49,7 @@ def with_quantization(source: SourceCheckpoint) -> SourceCheckpoint:
     from reshard_mpi.quantization.grouping import quantized_weights
 
     content, where = configuration
+    source.is_told_by_config = where == source.files.config
     shards = [manifest for rank in sorted(source.files.by_rank) if (manifest := source.find(rank)) is not None]
     kinds = _kinds_of_parts(shards)
     stated = _StatedShapes(shards)

@@ -79,6 +79,7 @@ class SourceCheckpoint:
         self._rule_names: dict[str, dict[int, int]] | None = None
         self.plain_strategy = strategy  # without the companions of quantized weights
         self.quantization: QuantizedWeights | None = None  # its quantized weights; None: it has none that are known
+        self.is_told_by_config = False  # whether the caller's configuration says how it is, or would be, quantized
         self.looks_quantized = ""  # a tensor which shows that it is quantized, though nothing says how
         self._looked_at: tuple[object, ...] = ()
 

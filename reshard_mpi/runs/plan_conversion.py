@@ -440,7 +440,7 @@ def apply_map(
     Args:
         packing: what packs the result into files, if the target's format does.
     """
-    if request.config and not request.map and conversion.source.quantization is None:
+    if request.config and not request.map and not conversion.source.is_told_by_config:
         raise UsageError(
             "--config belongs to a map, or to a checkpoint that is quantized",
             expected="--map as well, or a configuration with quantization_config",

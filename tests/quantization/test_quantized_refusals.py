@@ -207,3 +207,12 @@ def test_a_companion_is_not_placed_without_its_weight(source: Path, tmp_path: Pa
     path.write_text(f'mesh = {{ tp = 2 }}\n{cut("*_scale_inv")}[[parameter]]\nmatch = "bias"\n')
     with pytest.raises(StrategyError, match="not the weight that it belongs to"):
         reshard_mpi.transform(source, tmp_path / "out", dst_strategy=path)
+
+
+def test_a_configuration_of_quantized_weights_may_be_given_for_plain_ones(tmp_path: Path) -> None:
+    """As where they have been dequantized: it is looked into, and says nothing of weights of 16 or 32 bits."""
+    tensors = {"w.weight": np.ones((4, 8), "f4")}
+    source = write(tmp_path / "source", tensors, None)
+    (tmp_path / "model.json").write_text(json.dumps({"quantization_config": FP8}))
+    reshard_mpi.transform(source, tmp_path / "out", config=tmp_path / "model.json", to="safetensors")
+    assert bytes_of(tmp_path / "out") == {"w.weight": tensors["w.weight"].tobytes()}
