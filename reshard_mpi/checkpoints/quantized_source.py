@@ -28,6 +28,7 @@ from reshard_mpi.text import MIB
 _FILES = ("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json")
 _MOST_BYTES = 64 * MIB
 _MOST_DIMENSIONS = 8
+_MOST_DIGITS = 10
 
 
 class _Configuration(NamedTuple):
@@ -84,7 +85,7 @@ def _configuration(source: SourceCheckpoint) -> _Configuration | None:
     manifests = (source.find(rank) for rank in sorted(files.by_rank))
     first = next((manifest for manifest in manifests if manifest is not None), None)
     if first is not None and first.strings:
-        in_file = _said({name: text for name, text in first.strings.items() if name != NEST}, first.path)
+        in_file = _said({name: _value(text) for name, text in first.strings.items() if name != NEST}, first.path)
         if in_file is not None:
             return in_file
     own = Path(files.path)
@@ -95,6 +96,11 @@ def _configuration(source: SourceCheckpoint) -> _Configuration | None:
         if beside is not None:
             return beside
     return None
+
+
+def _value(text: str) -> Any:
+    """Return what a text in a file stands for: a number that other programs write so, as `bits`, or itself."""
+    return int(text) if text.removeprefix("-").isdecimal() and len(text) < _MOST_DIGITS else text
 
 
 def _said(values: Mapping[str, Any], where: str) -> _Configuration | None:
@@ -109,7 +115,8 @@ def _content(path: Path) -> Mapping[str, Any] | None:
     if not source_files.is_file(path):
         return None
     try:
-        content = json.loads(source_files.first_bytes(path, _MOST_BYTES))
+        size_bytes = source_files.version_of(path).size_bytes  # whose memory is taken before it is read
+        content = json.loads(source_files.first_bytes(path, min(size_bytes, _MOST_BYTES)))
     except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from quantization.test_quantized_checkpoints import bytes_of, compressed, write
+from support import safetensors_peer
 from support.command_line import refused, run_here
-from support.quantized import E4M3, Array, fp8
+from support.quantized import E4M3, Array, fp8, gptq
 
 import reshard_mpi
 from reshard_mpi.errors import DisagreementError, LayoutError, MapError, SourceError, StrategyError, UsageError
@@ -216,3 +219,26 @@ def test_a_configuration_of_quantized_weights_may_be_given_for_plain_ones(tmp_pa
     (tmp_path / "model.json").write_text(json.dumps({"quantization_config": FP8}))
     reshard_mpi.transform(source, tmp_path / "out", config=tmp_path / "model.json", to="safetensors")
     assert bytes_of(tmp_path / "out") == {"w.weight": tensors["w.weight"].tobytes()}
+
+
+def test_a_configuration_takes_no_more_memory_than_it_is_long(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", {"w": np.ones((2, 2), "f4")}, None)
+    (source / "config.json").write_text('{"model_type": "toy"}')
+    reshard_mpi.plan(source)  # what is imported stays
+    tracemalloc.start()
+    try:
+        reshard_mpi.plan(source)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_settings_in_a_file_are_texts(tmp_path: Path) -> None:
+    sample = gptq(np.random.default_rng(0), (8, 32), 4, 16, np.dtype("f2"))
+    source = write(tmp_path / "source", sample.tensors, None)
+    settings = {"quant_method": "gptq", "bits": "4", "group_size": "16"}
+    (tmp_path / "said").mkdir()
+    contents = safetensors_peer.read(source / "model.safetensors")
+    safetensors_peer.write(tmp_path / "said" / "model.safetensors", dataclasses.replace(contents, strings=settings))
+    with reshard_mpi.open(tmp_path / "said", dtype="fp32") as opened:
+        np.testing.assert_array_equal(np.asarray(opened["w.weight"]), sample.whole)
