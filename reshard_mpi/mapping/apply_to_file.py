@@ -151,7 +151,7 @@ def _mapped(
     of_optimizers = tuple(begin for optimizer in optimizers for begin in begins_of(optimizer.path))
     choice = choice._replace(
         owners={state.removeprefix(prefix): owner.removeprefix(prefix) for state, owner in told},
-        beside=frozenset(name for name in apart if not name.startswith(of_optimizers)) if is_below else (),
+        beside=frozenset(apart) if is_below else (),
     )
     settings = settings_of_all(training, source.nest)
     while True:
@@ -300,7 +300,7 @@ def _made_apart(
     names = {}
     for name, sources in sources_of.items():
         keys = {source.partition(".")[0] for source in sources}
-        if name in states and not name.startswith(training.state):
+        if name in states and not name.startswith((training.state, *of_optimizers)):
             parted = parted_anywhere(name, parameters)
             names[name] = name if parted is None else parted[1].around(f"{training.prefix}{parted[0]}")
         elif keys == {name.partition(".")[0]} != {training.prefix.rstrip(".")}:

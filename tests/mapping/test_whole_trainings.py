@@ -344,3 +344,24 @@ def test_what_takes_any_name_takes_the_model_with_or_without_state(tmp_path: Pat
         assert loaded.keys() == source.keys() and [*loaded["model"]] == [new] and [*loaded["teacher"]] == ["proj.w"]
         if form == "names":
             assert loaded["optimizer"]["param_groups"][0]["params"] == [new]
+
+
+@pytest.mark.parametrize("form", ["names", "flat"])
+@pytest.mark.parametrize("eq", ["{p*} <=> net.{p*}", "{p*} <=> {p*}.v", "fc.w <=> net.fc.w"])
+def test_what_an_optimizer_has_besides_stays_in_it(tmp_path: Path, eq: str, form: str) -> None:
+    """State of a parameter that is not in the model, as of a loss, an average in the optimizer, and a scale."""
+    moments = {name: {"exp_avg": tensor(np.ones((2, 3), np.float32) + at)} for at, name in enumerate(("fc.w", "temp"))}
+    optimizer: dict[str, Any] = {"state": moments, "param_groups": [{"lr": 0.1, "params": [*moments]}]}
+    if form == "flat":
+        optimizer = {f"state.{name}.exp_avg": own["exp_avg"] for name, own in moments.items()}
+        optimizer |= {f"param_groups.{name}.lr": 0.1 for name in moments}
+    kept = {"loss_scale": tensor(np.float32(8)), "ema": {"fc.w": tensor(np.ones((2, 3), np.float32))}}
+    source = {"model": {"fc.w": tensor(np.zeros((2, 3), np.float32))}, "optimizer": optimizer | kept}
+    dst = converted(tmp_path, source, map=eq, forward=True, to="torch")
+    loaded = torch_peer.load(dst / "rank_0/checkpoint_0.pt")
+    (new,) = loaded["model"]
+    assert new != "fc.w" and loaded.keys() == source.keys() and [*loaded["optimizer"]["ema"]] == [new]
+    own = loaded["optimizer"]
+    state = own["state"] if form == "names" else {name.split(".", 1)[1]: own[name] for name in own if "state." in name}
+    assert {*state} == ({new, "temp"} if form == "names" else {f"{new}.exp_avg", "temp.exp_avg"})
+    assert "loss_scale" in own
