@@ -288,7 +288,7 @@ def _made_apart(
 ) -> dict[str, str]:
     """Return the names of tensors that do not go into the model, and what these are called in the target.
 
-    What lies beside the model stays there if it keeps its key: `ema.w`, `ema.net.w`. State that a map names after
+    What lies beside the model stays there, whatever it is called: `ema.w`, `average.w`. State that a map names after
     parameters has their whole names: `moment1.model.w`.
 
     Args:
@@ -303,7 +303,7 @@ def _made_apart(
         if name in states and not name.startswith((training.state, *of_optimizers)):
             parted = parted_anywhere(name, parameters)
             names[name] = name if parted is None else parted[1].around(f"{training.prefix}{parted[0]}")
-        elif keys == {name.partition(".")[0]} != {training.prefix.rstrip(".")}:
+        elif keys and training.prefix.rstrip(".") not in keys:
             names[name] = name
     return names
 

@@ -365,3 +365,16 @@ def test_what_an_optimizer_has_besides_stays_in_it(tmp_path: Path, eq: str, form
     state = own["state"] if form == "names" else {name.split(".", 1)[1]: own[name] for name in own if "state." in name}
     assert {*state} == ({new, "temp"} if form == "names" else {f"{new}.exp_avg", "temp.exp_avg"})
     assert "loss_scale" in own
+
+
+@pytest.mark.parametrize("form", ["names", "flat"])
+@pytest.mark.parametrize("has_more", [True, False])
+def test_what_lies_beside_the_model_may_get_another_key(tmp_path: Path, has_more: bool, form: str) -> None:
+    source = {key: two_networks(("fc.w", "c.w"), (form, form))[key] for key in ("model", "optimizer")}
+    source |= {key: {"p.w": tensor(np.ones((2, 3), np.float32))} for key in ("ema", "teacher")}
+    equations = ["ema.{p*} <=> model_ema.{p*}", "teacher.{p*} <=> other.{p*}", *(["fc.w <=> z.w"] if has_more else [])]
+    (tmp_path / "m.toml").write_text("".join(f'[[map]]\neq = "{each}"\n' for each in equations))
+    dst = converted(tmp_path, source, map=tmp_path / "m.toml", forward=True, to="torch")
+    loaded = torch_peer.load(dst / "rank_0/checkpoint_0.pt")
+    assert loaded.keys() == {"model", "optimizer", "model_ema", "other"}
+    assert [*loaded["model"]] == ["z.w" if has_more else "fc.w"] and [*loaded["model_ema"]] == ["p.w"]
