@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.mapping.direction import Inventory
+from reshard_mpi.mapping.numbered_state import WRAPPERS
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Form, Optimizer
 from reshard_mpi.mapping.result import DerivedTensor, taken_of
 from reshard_mpi.sharding.strides import paired, source_region
@@ -81,14 +82,20 @@ def owners_by_names(optimizers: Iterable[Optimizer], tensors: Collection[str]) -
     """Return, by name, the parameters that tensors are state of, as far as optimizers tell by names of parameters.
 
     Another tensor may have such a name as its whole name: `model.fc` is `model.model.fc` to the optimizer of a model
-    below the key `model`.
+    below the key `model`. A wrapper may be before all of an optimizer's names, and not before the model's: `module.fc`.
     """
     owner_of: dict[str, str] = {}
-    for optimizer in optimizers:
-        models = _models(optimizer, tensors) if optimizer.form in (Form.NAMES, Form.FLAT) else []
+    for optimizer in (each for each in optimizers if each.form in (Form.NAMES, Form.FLAT)):
+        models, wrapper = _models(optimizer, tensors), ""
+        first = {name.partition(".")[0] for name in optimizer.parameters}
+        if models == [""] and len(first) == 1 and first <= {*WRAPPERS}:
+            (key,) = first
+            inner = {name.removeprefix(f"{key}."): place for name, place in optimizer.parameters.items()}
+            models, wrapper = _models(optimizer._replace(parameters=inner), tensors), f"{key}."
         if len(models) == 1:
-            (side,) = _sides(optimizer, models, tensors)
-            owner_of |= {state: owner for state, owner in side.owner_of.items() if owner in tensors}
+            (side,) = _sides(optimizer, [""], tensors)
+            owners = {state: f"{models[0]}{name.removeprefix(wrapper)}" for state, name in side.owner_of.items()}
+            owner_of |= {state: owner for state, owner in owners.items() if owner in tensors}
     return owner_of
 
 

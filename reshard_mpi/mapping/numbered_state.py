@@ -33,7 +33,7 @@ _TRAINED = ("weight", "bias")
 _UNTRAINED = frozenset(dtype for dtype in BY_NAME.values() if "int" in dtype.name or dtype.name == "bool")
 _OF_OPTIMIZER = ("state", "param_groups")
 # What DistributedDataParallel, torch.compile, FSDP and trainers put before the names of all parameters of a model.
-_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "model")
+WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "model")
 # Words in the names of models that no optimizer trains: averages of another one.
 _COPIES = frozenset(("average", "averaged", "avg", "ema", "shadow", "swa", "teacher"))
 _MAX_NAMED = 5
@@ -401,7 +401,7 @@ def _behind_wrapper(path: str, names: Sequence[str], own: Sequence[str]) -> tupl
     """
     parted = [name.partition(".") for name in names]
     ends_of_names = [names]
-    if any({first for first, _, _ in parted} == {wrapper} for wrapper in _WRAPPERS):
+    if any({first for first, _, _ in parted} == {wrapper} for wrapper in WRAPPERS):
         ends_of_names.append([rest for _, _, rest in parted])
     known = frozenset(own)
     for ends in ends_of_names if names else ():

@@ -455,6 +455,18 @@ def test_a_parameter_that_is_left_out_is_in_no_group(tmp_path: Path, form: str, 
 
 
 @pytest.mark.parametrize("form", ["names", "flat"])
+@pytest.mark.parametrize("wrapper", ["module", "_orig_mod"])
+def test_state_of_a_wrapped_model_goes_with_what_is_excluded(tmp_path: Path, wrapper: str, form: str) -> None:
+    of_form(tmp_path / "y.pt", (f"{wrapper}.a.w", f"{wrapper}.b.w"), "optim", form, own=True)
+    tree = torch_peer.load(tmp_path / "y.pt")
+    tree["model"] = {name.removeprefix(f"{wrapper}."): value for name, value in tree["model"].items()}
+    torch_peer.save(tmp_path / "x.pt", tree)
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", exclude=["model.b.w"])
+    left = [name for name in reshard_mpi.load_rank(0, tmp_path / "dst") if "exp_avg" in name]
+    assert left == [f"optim.state.{wrapper}.a.w.exp_avg"]
+
+
+@pytest.mark.parametrize("form", ["names", "flat"])
 @pytest.mark.parametrize("name", few(1, ["state.0.w", "ema.w", "step.w", "exp_avg.w"]))
 def test_state_goes_with_a_parameter_that_has_a_word_for_state_in_its_name(
     tmp_path: Path, name: str, form: str
