@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import excerpt
+from reshard_mpi.errors import ReshardError
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest
@@ -117,7 +118,7 @@ def _content(path: Path) -> Mapping[str, Any] | None:
     try:
         size_bytes = source_files.version_of(path).size_bytes  # whose memory is taken before it is read
         content = json.loads(source_files.first_bytes(path, min(size_bytes, _MOST_BYTES)))
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, OSError, ReshardError):
         return None
     return content if isinstance(content, dict) else None
 

@@ -205,6 +205,8 @@ class _Tensors(NamedTuple):
                 got = f"{name} of type {self.kinds[name].dtype}, which is quantized in another way"
                 raise self.contradiction(name, "how it is stored", f"as the configuration says: {told}", got)
         for name in self.kinds:
+            if not used and name.endswith(_PLAIN_TOO):
+                continue  # as in a model that has been dequantized, beside the configuration from before
             if name in used or (orphan := self.missing_weight(name)) is None:
                 continue
             scheme, weights = orphan
@@ -250,6 +252,10 @@ _COMPANIONS = (
     "scales",
     "g_idx",
 )
+
+
+# How tensors of plain models may end as well: GPTQ's and AWQ's.
+_PLAIN_TOO = "scales"
 
 
 def _companion_names(part: SchemePart, prefix: str) -> list[str]:

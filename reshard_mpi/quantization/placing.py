@@ -165,7 +165,11 @@ def _cut_on_grain(
 
 def _fitting(length: int, grain: int) -> str:
     counts = [n for n in range(1, _MOST_RANKS + 1) if length % n == 0 and (n == 1 or length // n % grain == 0)]
-    return "whole, since no number of ranks cuts it so" if counts == [1] else f"over {ranges(counts)} ranks"
+    return (
+        "whole, or in slices of given sizes, since no number of ranks cuts it evenly so"
+        if counts == [1]
+        else f"evenly over {ranges(counts)} ranks"
+    )
 
 
 def _over_axes(placement: Placement, weight: QuantizedWeight, shape: Shape) -> Placement:

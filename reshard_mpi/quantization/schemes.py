@@ -118,7 +118,7 @@ def quantization_of(values: Mapping[str, Any], where: str = "") -> Mapping[str, 
     for key in (SCHEME_TEXT, "compression_config"):
         inner = values.get(key)
         if isinstance(inner, str):
-            inner = config_from_text(inner, where)
+            inner = _config_in(inner)
         if isinstance(inner, Mapping) and inner:
             # Bits and the size of a group are no sign of GPTQ here: MLX says no more either.
             method = "compressed-tensors" if "config_groups" in inner else "unknown"
@@ -128,7 +128,7 @@ def quantization_of(values: Mapping[str, Any], where: str = "") -> Mapping[str, 
             return found
     if values.get("quant_method") is not None:
         return values
-    if "config_groups" in values:
+    if isinstance(values.get("config_groups"), Mapping):
         return {"quant_method": "compressed-tensors", **values}
     if isinstance(inner := values.get("quantization"), Mapping) and "quant_algo" in inner:
         return {"quant_method": "modelopt", **inner}
@@ -143,16 +143,12 @@ def quantization_of(values: Mapping[str, Any], where: str = "") -> Mapping[str, 
     return None
 
 
-def config_from_text(text: str, where: str) -> dict[str, Any]:
-    """Return the dictionary of a text that a file carries. Raises StrategyError if it is none."""
+def _config_in(text: str) -> Any:
+    """Return the dictionary of a text that a file carries; None if it is none: then it is about something else."""
     try:
-        config = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError):
-        config = None
-    if not isinstance(config, dict):
-        problem, got = "what a file says of its quantization cannot be read", text[:80]
-        raise StrategyError(problem, expected="a JSON object", got=got, where=where, remedy=_REMEDY)
-    return config
+        return None
 
 
 def scheme_of(config: Mapping[str, Any], where: str) -> Quantization:

@@ -45,7 +45,7 @@ def cut(name: str, dim: int = 0, more: str = "") -> str:
 
 def test_the_numbers_of_ranks_that_would_do_are_said(source: Path, tmp_path: Path) -> None:
     told = refused("transform", source, tmp_path / "out", "--dst-strategy", strategy(tmp_path, cut("w.weight"), 8))
-    assert "'w.weight' is quantized in blocks" in told and "multiples of 4: over 1-2,4 ranks" in told
+    assert "'w.weight' is quantized in blocks" in told and "multiples of 4: evenly over 1-2,4 ranks" in told
     assert "--dtype bf16" in told and not (tmp_path / "out").exists()
 
 
@@ -242,3 +242,34 @@ def test_settings_in_a_file_are_texts(tmp_path: Path) -> None:
     safetensors_peer.write(tmp_path / "said" / "model.safetensors", dataclasses.replace(contents, strings=settings))
     with reshard_mpi.open(tmp_path / "said", dtype="fp32") as opened:
         np.testing.assert_array_equal(np.asarray(opened["w.weight"]), sample.whole)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"quantization_config": "yes"}',
+        '{"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}',
+        '{"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}',
+        '{"quantization_config": null}',
+        "[]",
+        "no JSON",
+    ],
+)
+def test_plain_checkpoints_are_moved_whatever_lies_beside_them(tmp_path: Path, text: str) -> None:
+    tensors = {"block.layer_scales": np.ones(4, "f4"), "ls.scales": np.ones(4, "f4"), "w.weight": np.ones((8, 4), "f4")}
+    source = write(tmp_path / "source", tensors, None)
+    (source / "config.json").write_text(text)
+    spec = strategy(tmp_path, cut("w.weight"))
+    reshard_mpi.transform(source, tmp_path / "out", dst_strategy=spec, to="safetensors")
+    reshard_mpi.transform(tmp_path / "out", tmp_path / "back", src_strategy=spec, to="safetensors", dtype="fp64")
+    assert set(bytes_of(tmp_path / "back")) == set(tensors)
+
+
+def test_a_configuration_that_is_a_folder_or_a_loop_says_nothing(tmp_path: Path) -> None:
+    for name in ("folder", "loop"):
+        source = write(tmp_path / name, {"w.weight": np.ones((8, 4), "f4")}, None)
+        if name == "folder":
+            (source / "config.json").mkdir()
+        else:
+            (source / "config.json").symlink_to("config.json")
+        reshard_mpi.transform(source / "model.safetensors", tmp_path / f"{name}_out", to="safetensors")

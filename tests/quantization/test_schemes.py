@@ -581,7 +581,7 @@ def _group(**weights: Any) -> dict[str, Any]:
         (_group(group_size=None), "group_size"),
         (_group(strategy="token"), "strategy"),
         (_group(symmetric="no"), "symmetric"),
-        ({"quantization_config": "{"}, "cannot be read"),
+        ({"quantization_config": "{"}, "does not say how"),
     ],
 )
 def test_configurations_that_say_something_impossible(config: Mapping[str, Any], words: str) -> None:
