@@ -100,7 +100,7 @@ def _configuration(source: SourceCheckpoint) -> _Configuration | None:
 
 
 def _value(text: str) -> Any:
-    """Return what a text in a file stands for: a number that other programs write so, as `bits`, or itself."""
+    """Return a text of a file; if it is a number, as other programs write `bits`, that number."""
     return int(text) if text.removeprefix("-").isdecimal() and len(text) < _MOST_DIGITS else text
 
 
