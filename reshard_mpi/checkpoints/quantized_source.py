@@ -82,7 +82,9 @@ def _configuration(source: SourceCheckpoint) -> _Configuration | None:
     files = source.files
     if files.config is not None:
         content = _content(Path(files.config))  # who reads it for a map says what is wrong with it
-        return None if content is None else _said(content, files.config)
+        said = None if content is None else _said(content, files.config)
+        if said is not None:
+            return said
     manifests = (source.find(rank) for rank in sorted(files.by_rank))
     first = next((manifest for manifest in manifests if manifest is not None), None)
     if first is not None and first.strings:

@@ -7,10 +7,11 @@ at once, the map is refused.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from reshard_mpi.errors import MapError
+from reshard_mpi.errors import MapError, ReshardError
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.apply_to_file import MappedFile
 from reshard_mpi.mapping.box_pairs import BoxPair, TargetShape, TermTensor
@@ -18,6 +19,7 @@ from reshard_mpi.mapping.chain import composed
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
 from reshard_mpi.mapping.selection import ANY, Selection
+from reshard_mpi.quantization.grouping import quantized_weights
 from reshard_mpi.quantization.layouts import fit, layout_of
 from reshard_mpi.quantization.placing import QuantizedWeights, StoredWeight
 from reshard_mpi.quantization.weights import Companion, QuantizedWeight, Relation
@@ -385,8 +387,27 @@ def companions_followed(
         inventory |= {constant.name: constant.kind for constant in mapped.constants}
         inventory |= {number.name: number.kind for number in mapped.computed}
         results.append(mapped)
-    left = QuantizedWeights(quantization.text, weights, quantization.where) if weights else None
-    return made._replace(mapped=tuple(results), made=composed(results)), left
+    made = made._replace(mapped=tuple(results), made=composed(results))
+    if not weights:
+        return made, None
+    if _says(quantization, weights, inventory):
+        return made, QuantizedWeights(quantization.text, weights, quantization.where)
+    warning = (
+        f"{quantization.where} names modules as they were before the map, so the targets do not say how they are"
+        " quantized: give a configuration with the new names (--config) where they are read"
+    )
+    made = made._replace(warnings=(*made.warnings, warning))
+    return made, QuantizedWeights("", weights, quantization.where)
+
+
+def _says(quantization: QuantizedWeights, weights: Weights, inventory: Inventory) -> bool:
+    """Tell whether the configuration says of the tensors that maps make how they are quantized, as it may by names."""
+    try:
+        said = quantized_weights(json.loads(quantization.text), inventory, quantization.where, lambda _: None)
+    except ReshardError:
+        return False
+    schemes = {name: stored.weight.scheme for name, stored in weights.items()}
+    return {weight.stored: weight.scheme for weight in said} == schemes
 
 
 def notes_on_dequantized(dequantized: Sequence[QuantizedWeight]) -> tuple[str, ...]:

@@ -205,7 +205,7 @@ class _Tensors(NamedTuple):
                 got = f"{name} of type {self.kinds[name].dtype}, which is quantized in another way"
                 raise self.contradiction(name, "how it is stored", f"as the configuration says: {told}", got)
         for name in self.kinds:
-            if not used and name.endswith(_PLAIN_TOO):
+            if not used and name.endswith(_PLAIN_TOO) and self.kinds[name].dtype.name in FLOATS:
                 continue  # as in a model that has been dequantized, beside the configuration from before
             if name in used or (orphan := self.missing_weight(name)) is None:
                 continue

@@ -319,7 +319,7 @@ class MappedCheckpoint(SourceCheckpoint):
         steps: list[MapStep] = []
         for mapped, own_rules in zip(made_file.mapped, rules or (None,)):
             steps.append(self._planned(mapped, own_rules, plan if not steps else steps[-1].planned))
-        gone = (NEST,) if quantization is not None else (NEST, SCHEME_TEXT)
+        gone = (NEST,) if quantization is not None and quantization.text else (NEST, SCHEME_TEXT)
         strings = {name: text for name, text in plan.strings.items() if name not in gone}
         if made_file.nest is not None:
             strings[NEST] = made_file.nest

@@ -236,7 +236,7 @@ class Conversion:
             from reshard_mpi.planning.quantized_tensors import with_piece_shapes
 
             plan = with_piece_shapes(plan, quantization.weights, is_global=self.once)
-        if self.keeps_strings:
+        if self.keeps_strings and quantization.text:
             return plan._replace(strings={**plan.strings, SCHEME_TEXT: quantization.text})
         if SCHEME_TEXT not in plan.strings:
             return plan

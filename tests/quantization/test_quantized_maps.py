@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from quantization.test_quantized_checkpoints import bytes_of, compressed, dequantized, spec, write
 from quantization.test_quantized_refusals import FP8
+from support import safetensors_peer
 from support.command_line import run_here
 from support.quantized import BFLOAT16, E4M3, Array, fp8, packed
 
@@ -252,3 +253,32 @@ def test_an_axis_of_one_element_is_turned_and_joined_like_others(tmp_path: Path)
     reshard_mpi.transform(tmp_path / "in", tmp_path / "back", map=equation, reverse=True, to="safetensors")
     with reshard_mpi.open(tmp_path / "back") as opened:
         assert {name: tensor.shape for name, tensor in opened.items()} == {n: array.shape for n, array in one.items()}
+
+
+def test_a_configuration_that_names_modules_does_not_outlive_their_names(tmp_path: Path) -> None:
+    tensors = {
+        "q.weight": np.zeros((6, 8), E4M3),
+        "q.weight_scale": np.ones(1, "f4"),
+        "k.weight": np.ones((4, 4), "f4"),
+    }
+    configuration = compressed("float-quantized", num_bits=8, type="float", strategy="tensor")
+    configuration["config_groups"]["group_0"]["targets"] = ["q"]
+    source = write(tmp_path / "source", tensors, configuration)
+    equation = "{p*}.weight <=> new.{p*}.weight"
+    for name, map_options in (("kept", []), ("renamed", ["--map", equation])):
+        finished = run_here("transform", source, tmp_path / name, "--to", "safetensors", *map_options)
+        assert finished.code == 0 and ("as they were before the map" in finished.err) == bool(map_options), finished.err
+        (path,) = (tmp_path / name).rglob("*.safetensors")
+        assert ("quantization_config" in safetensors_peer.read(path).strings) != bool(map_options)
+    assert set(bytes_of(tmp_path / "renamed")) == {"new.q.weight", "new.q.weight_scale", "new.k.weight"}
+
+
+def test_a_configuration_for_axes_alone_leaves_it_to_the_files(tmp_path: Path) -> None:
+    tensors, whole = in_blocks("q", 8, 16)
+    source = write(tmp_path / "source", tensors, FP8)
+    (tmp_path / "axes.json").write_text('{"hidden_size": 16}')
+    reshard_mpi.transform(
+        source, tmp_path / "out", map="q.weight [a h] <=> v.weight [a h]", config=tmp_path / "axes.json", dtype="fp32"
+    )
+    with reshard_mpi.open(tmp_path / "out") as opened:
+        np.testing.assert_array_equal(np.asarray(opened["v.weight"]), whole)
