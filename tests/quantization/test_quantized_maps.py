@@ -264,13 +264,13 @@ def test_a_configuration_that_names_modules_does_not_outlive_their_names(tmp_pat
     configuration = compressed("float-quantized", num_bits=8, type="float", strategy="tensor")
     configuration["config_groups"]["group_0"]["targets"] = ["q"]
     source = write(tmp_path / "source", tensors, configuration)
-    equation = "{p*}.weight <=> new.{p*}.weight"
+    equation = "{p*}.weight <=> {p*}_proj.weight"
     for name, map_options in (("kept", []), ("renamed", ["--map", equation])):
         finished = run_here("transform", source, tmp_path / name, "--to", "safetensors", *map_options)
         assert finished.code == 0 and ("as they were before the map" in finished.err) == bool(map_options), finished.err
         (path,) = (tmp_path / name).rglob("*.safetensors")
         assert ("quantization_config" in safetensors_peer.read(path).strings) != bool(map_options)
-    assert set(bytes_of(tmp_path / "renamed")) == {"new.q.weight", "new.q.weight_scale", "new.k.weight"}
+    assert set(bytes_of(tmp_path / "renamed")) == {"q_proj.weight", "q_proj.weight_scale", "k_proj.weight"}
 
 
 def test_a_configuration_for_axes_alone_leaves_it_to_the_files(tmp_path: Path) -> None:
