@@ -155,16 +155,14 @@ def _taken_out(own: Sequence[_Side], of_source: _Side, target: MadeTensors) -> _
     with_state = frozenset(parameter for side in own for parameter in side.owner_of.values())
     parameters = frozenset(parameter for side in own for parameter in side.parameters)
     lacking = parameters - with_state if with_state else ()
-    origins, origins_of_lacking = (
-        frozenset[str]().union(*(target.sources_of.get(name, ()) for name in names)) for names in (parameters, lacking)
-    )
+    origins_of_lacking = frozenset[str]().union(*(target.sources_of.get(name, ()) for name in lacking))
     for name, sources in target.sources_of.items():
         if name.startswith(begins):
             continue
         is_of_torch = any(f".{kind}." in f".{name}" for kind in (STATE_KEY, GROUPS))
         for source in sorted(sources):
-            is_of_groups = is_of_torch and source.startswith(source_groups)
-            if is_of_groups or of_source.owner_of.get(source) in (origins if is_of_torch else origins_of_lacking):
+            is_of_optimizer = source.startswith(source_groups) or source in of_source.owner_of
+            if (is_of_torch and is_of_optimizer) or of_source.owner_of.get(source) in origins_of_lacking:
                 return _Fault(
                     "an equation takes tensors out of an optimizer, which would be without them",
                     f"{source}, which becomes {name}, by {target.made[name].where}",

@@ -989,11 +989,18 @@ def test_an_equation_that_takes_any_name_leaves_the_optimizers_tensors_in_it(tmp
     assert [*state] == groups[0]["params"] and {"exp_avg"} <= state[f"module.{begin}q"].keys() and "lr" in groups[0]
 
 
+@pytest.mark.parametrize("name", ["q", "net.q"])
 @pytest.mark.parametrize("is_flat", [False, True])
-def test_an_equation_does_not_take_state_that_goes_by_names_out_of_its_optimizer(tmp_path: Path, is_flat: bool) -> None:
-    optimizer: dict[str, Any] = {"state": {"q": {"exp_avg": tensor(Q)}}, "param_groups": [{"lr": 0.5, "params": ["q"]}]}
+def test_an_equation_does_not_take_state_that_goes_by_names_out_of_its_optimizer(
+    tmp_path: Path, is_flat: bool, name: str
+) -> None:
+    """The names may be those of a model that holds this one."""
+    optimizer: dict[str, Any] = {
+        "state": {name: {"exp_avg": tensor(Q)}},
+        "param_groups": [{"lr": 0.5, "params": [name]}],
+    }
     if is_flat:
-        optimizer = {"state.q.exp_avg": tensor(Q), "param_groups.q.lr": 0.5}
+        optimizer = {f"state.{name}.exp_avg": tensor(Q), f"param_groups.{name}.lr": 0.5}
     with pytest.raises(MapError, match="takes tensors out of an optimizer"):
         converted(
             tmp_path,
