@@ -154,6 +154,7 @@ def _mapped(
         beside=frozenset(apart) if is_below else (),
     )
     settings = settings_of_all(training, source.nest)
+    own_prefix, parameters = training.prefix, frozenset(training.parameters.values())
     while True:
         in_target = _below_prefix(training, apart) if is_below else _names_in_target(training, like)
         chain = tuple(chained(rules, choice._replace(named=in_target), plain, forward, like, settings))
@@ -210,6 +211,11 @@ def _mapped(
     if training.optimizer is not None or any(derived.name.startswith(begins) for derived in all_made):
         # Its own load_state_dict takes the states of a group by their places, whatever their names.
         by_names = "the optimizer's state goes by names of parameters, as torch's set_optimizer_state_dict takes it"
+        of_model = (tensor for tensor in all_made if not parameters.isdisjoint(_sources(tensor)))
+        keys = {tensor.name.partition(".")[0] for tensor in of_model}
+        if own_prefix and not is_below and len(keys) == 1 and f"{min(keys)}." != own_prefix:
+            by_names = f"names in the optimizer begin with {min(keys)!r}, as the model's do in the file: take that off"
+            by_names += " before torch's set_optimizer_state_dict, if it is the key of the model"
         notes = (by_names, *notes)
     notes += tuple(
         f"the groups of {path}param_groups stay as they are: without the optimizer's state nothing tells whose they are"

@@ -859,6 +859,17 @@ def test_numbered_state_of_what_is_left_out_goes_with_it(tmp_path: Path, way: st
     assert [*made["optimizer"]["state"]] == ["qk", "out.kernel"] == made["optimizer"]["param_groups"][0]["params"]
 
 
+@pytest.mark.parametrize(("equation", "key"), [("model.{p*} <=> net.{p*}", "net"), ("model.{p*} <=> model.n.{p*}", "")])
+def test_it_is_told_that_names_in_the_optimizer_begin_with_the_models_new_key(
+    tmp_path: Path, equation: str, key: str
+) -> None:
+    """torch's set_optimizer_state_dict takes names below the key."""
+    torch_peer.save(tmp_path / "source.pt", training())
+    report = reshard_mpi.transform(tmp_path / "source.pt", tmp_path / "made", map=equation, forward=True)
+    told = [note for note in report.notes if "names in the optimizer begin with" in note]
+    assert len(told) == bool(key) and all(repr(key) in note for note in told)
+
+
 def test_state_that_goes_by_names_is_renamed_by_the_next_run_too(tmp_path: Path) -> None:
     """Also its plain values and the groups: what two runs make is what both maps make in one run."""
     source = training()
