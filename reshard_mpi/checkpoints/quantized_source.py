@@ -54,13 +54,14 @@ def with_quantization(source: SourceCheckpoint) -> SourceCheckpoint:
     source.is_told_by_config = where == source.files.config
     shards = [manifest for rank in sorted(source.files.by_rank) if (manifest := source.find(rank)) is not None]
     kinds = _kinds_of_parts(shards)
-    stated = _StatedShapes(shards)
+    stated = _StoredNumbers(shards)
     of_parts = quantized_weights(content, kinds, where, stated.of)
     if not of_parts:
         return source
     text = json.dumps(content, separators=(",", ":"), sort_keys=True)
     if source.strategy.world_size == 1:
-        weights = {weight.stored: StoredWeight(weight, kinds[weight.stored].shape) for weight in of_parts}
+        checked = map(stated.whole_if_in_order, of_parts)
+        weights = {weight.stored: StoredWeight(weight, kinds[weight.stored].shape) for weight in checked}
         source.quantization = QuantizedWeights(text, weights, where)
         return source
     whole = {weight.stored: _whole_shape(source, weight.stored, kinds[weight.stored]) for weight in of_parts}
@@ -71,7 +72,8 @@ def with_quantization(source: SourceCheckpoint) -> SourceCheckpoint:
         if (companion := weight.companion("shape")) is not None
     }
     of_wholes = quantized_weights(content, {**kinds, **whole_kinds}, where, stated_whole.get)
-    weights = {weight.stored: StoredWeight(weight, whole[weight.stored]) for weight in of_wholes}
+    checked = map(stated.whole_if_in_order, of_wholes)
+    weights = {weight.stored: StoredWeight(weight, whole[weight.stored]) for weight in checked}
     source.quantization = QuantizedWeights(text, weights, where)
     source.strategy = source.quantization.placing(source.strategy, "source")
     return source
@@ -190,14 +192,14 @@ def _stated_whole(
         if near is None:
             return stated
         box = Layout(near, whole).box(rank)
-        own = _StatedShapes([manifest]).of(companion.name)
+        own = _StoredNumbers([manifest]).of(companion.name)
         if own is not None and box.shape[-1] and box.stop[-1] == whole[-1]:
             return (*whole[:-1], box.start[-1] * 32 // bits + own[-1])
     return (*whole[:-1], whole[-1] * 32 // bits)
 
 
-class _StatedShapes:
-    """Reads the tensors that state the shape of a packed weight."""
+class _StoredNumbers:
+    """Reads the numbers that tensors beside a packed weight hold: its shape, the groups of its columns."""
 
     def __init__(self, shards: list[Manifest]) -> None:
         self._shards = shards
@@ -211,6 +213,21 @@ class _StatedShapes:
         with Files() as files:
             content = excerpt(files, entry, Box.whole(entry.shape))
         return tuple(numbers(content, entry.dtype))
+
+    def whole_if_in_order(self, weight: QuantizedWeight) -> QuantizedWeight:
+        """Return a weight as one that is never cut, if its columns are in order though their order is to be any.
+
+        compressed-tensors says so by groups of -1. A part of it would have the scales of all groups, and begin anew
+        with the first.
+        """
+        groups = weight.companion("group_index") if weight.scheme.act_order else None
+        tensors = next((shard.tensors for shard in self._shards if groups and groups.name in shard.tensors), None)
+        entry = None if groups is None or tensors is None else _entry(tensors, groups.name)
+        if entry is None or not entry.size_bytes:
+            return weight
+        with Files() as files:
+            (first,) = numbers(excerpt(files, entry, Box((0,), (1,))), entry.dtype)
+        return weight if first >= 0 else weight._replace(scheme=weight.scheme._replace(kind="whole"))
 
 
 def _entry(tensors: TensorTable, name: str) -> TensorEntry | None:

@@ -13,7 +13,7 @@ import pytest
 from quantization.test_quantized_checkpoints import bytes_of, compressed, write
 from support import safetensors_peer
 from support.command_line import refused, run_here
-from support.quantized import E4M3, Array, fp8, gptq
+from support.quantized import BFLOAT16, E4M3, Array, fp8, gptq, packed
 
 import reshard_mpi
 from reshard_mpi.errors import DisagreementError, LayoutError, MapError, SourceError, StrategyError, UsageError
@@ -273,3 +273,23 @@ def test_a_configuration_that_is_a_folder_or_a_loop_says_nothing(tmp_path: Path)
         else:
             (source / "config.json").symlink_to("config.json")
         reshard_mpi.transform(source / "model.safetensors", tmp_path / f"{name}_out", to="safetensors")
+
+
+def test_columns_in_order_that_may_be_in_any_are_not_cut(tmp_path: Path) -> None:
+    """compressed-tensors has groups of -1 then; a rank would have the scales of all, and begin with the first."""
+    tensors = packed(np.random.default_rng(1), (8, 64), 4, 16, BFLOAT16, act_order=True).tensors
+    settings = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "actorder": "group"}
+    configuration = compressed("pack-quantized", **settings)
+    reshard_mpi.transform(
+        write(tmp_path / "any", tensors, configuration),
+        tmp_path / "cut",
+        dst_strategy=strategy(tmp_path, cut("w.weight_packed", 1)),
+    )
+    tensors["w.weight_g_idx"][:] = -1
+    source = write(tmp_path / "in_order", tensors, configuration)
+    with pytest.raises(LayoutError, match="moved whole"):
+        reshard_mpi.transform(source, tmp_path / "no", dst_strategy=strategy(tmp_path, cut("w.weight_packed", 1)))
+    reshard_mpi.transform(source, tmp_path / "moved", to="safetensors")
+    assert bytes_of(tmp_path / "moved") == {name: array.tobytes() for name, array in tensors.items()}
+    with pytest.raises(MapError, match="dequantize"):
+        reshard_mpi.open(source, dtype="bf16")
