@@ -401,13 +401,16 @@ def companions_followed(
 
 
 def _says(quantization: QuantizedWeights, weights: Weights, inventory: Inventory) -> bool:
-    """Tell whether the configuration says of the tensors that maps make how they are quantized, as it may by names."""
+    """Tell whether the configuration, which may name modules, still says how the weights are quantized."""
+    every = (stored.weight for stored in weights.values())
+    stated = {shape.name: weight.shape for weight in every if (shape := weight.companion("shape")) is not None}
     try:
-        said = quantized_weights(json.loads(quantization.text), inventory, quantization.where, lambda _: None)
+        said = quantized_weights(json.loads(quantization.text), inventory, quantization.where, stated.get)
     except ReshardError:
         return False
-    schemes = {name: stored.weight.scheme for name, stored in weights.items()}
-    return {weight.stored: weight.scheme for weight in said} == schemes
+    # One that is moved whole for what its tensors hold is told by the rest of its scheme.
+    schemes = {name: stored.weight.scheme._replace(kind="") for name, stored in weights.items()}
+    return {weight.stored: weight.scheme._replace(kind="") for weight in said} == schemes
 
 
 def notes_on_dequantized(dequantized: Sequence[QuantizedWeight]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from quantization.test_quantized_checkpoints import bytes_of, compressed, dequantized, spec, write
+from quantization.test_quantized_checkpoints import bytes_of, compressed, dequantized, spec, write, write_packed
 from quantization.test_quantized_refusals import FP8
 from support import safetensors_peer
 from support.command_line import run_here
@@ -282,3 +282,14 @@ def test_a_configuration_for_axes_alone_leaves_it_to_the_files(tmp_path: Path) -
     )
     with reshard_mpi.open(tmp_path / "out") as opened:
         np.testing.assert_array_equal(np.asarray(opened["v.weight"]), whole)
+
+
+@pytest.mark.parametrize("columns", [48, 43])
+def test_a_choice_without_a_map_leaves_what_files_say(tmp_path: Path, columns: int) -> None:
+    """Columns may fill no whole word: then the shape that is stated tells how many there are."""
+    source, tensors = write_packed(tmp_path, 3, columns, 8)
+    finished = run_here("transform", source, tmp_path / "out", "--include", "w.*", "--to", "safetensors")
+    assert finished.code == 0 and "before the map" not in finished.err, finished.err
+    (path,) = (tmp_path / "out").rglob("*.safetensors")
+    assert "quantization_config" in safetensors_peer.read(path).strings
+    assert bytes_of(tmp_path / "out") == {name: array.tobytes() for name, array in tensors.items()}

@@ -68,6 +68,7 @@ def test_an_entry_under_its_full_name_must_say_the_same(
             reshard_mpi.transform(source, tmp_path / "out", dst_strategy=spec, to="safetensors")
     else:
         reshard_mpi.transform(source, tmp_path / "out", dst_strategy=spec, to="safetensors")
+        assert bytes_of(tmp_path / "out") == {name: array.tobytes() for name, array in blocks().items()}
 
 
 def ranks_of(folder: Path, parts: list[dict[str, Array]], configuration: Any = FP8) -> Path:
@@ -273,6 +274,7 @@ def test_a_configuration_that_is_a_folder_or_a_loop_says_nothing(tmp_path: Path)
         else:
             (source / "config.json").symlink_to("config.json")
         reshard_mpi.transform(source / "model.safetensors", tmp_path / f"{name}_out", to="safetensors")
+        assert set(bytes_of(tmp_path / f"{name}_out")) == {"w.weight"}
 
 
 def test_columns_in_order_that_may_be_in_any_are_not_cut(tmp_path: Path) -> None:
