@@ -102,6 +102,16 @@ class TargetError(ReshardError):
     """The target cannot be written: it is the source, holds another run, is finished, or is being written."""
 
 
+class StoreError(ReshardError):
+    """An object store refuses what it is asked for: credentials, a bucket, a region, a right, a clock."""
+
+
+class StoreUnreachableError(StoreError):
+    """An object store does not answer, or only with errors that pass: the same command may succeed later."""
+
+    exit_code = 4
+
+
 class TransformError(ReshardError):
     """Some targets failed while they were written; the others are complete."""
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.errors import UsageError, wrong_type
-from reshard_mpi.filesystem.paths import is_url
+from reshard_mpi.filesystem.paths import is_object_path, is_url
 from reshard_mpi.text import parse_bytes
 
 # What is between the sides of an equation.
@@ -28,7 +28,7 @@ _AXIS = re.compile(rf"[A-Za-z_][A-Za-z0-9_]*=[1-9][0-9]{{0,{_MAX_DIGITS - 1}}}")
 
 
 def check_path(value: object, name: str) -> str:
-    """Return a path as a str. Raises UsageError if it cannot be a path."""
+    """Return a path, or an address in an object store, as a str. Raises UsageError if it can be neither."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(path, str):
         raise wrong_type(name, "a str or a pathlib.Path", value)
@@ -36,9 +36,24 @@ def check_path(value: object, name: str) -> str:
         raise UsageError(
             f"{name} can be no path", expected=f"a path{' without NUL bytes' * bool(path)}", got=repr(path)
         )
-    if is_url(path):
+    if is_url(path) and not is_object_path(path):
         remedy = "copy what is there to a file system"
-        raise UsageError(f"{name} is a URL", expected="a path", got=f"the URL {path!r}", remedy=remedy)
+        raise UsageError(
+            f"{name} is a URL", expected="a path, or s3://BUCKET/PREFIX", got=f"the URL {path!r}", remedy=remedy
+        )
+    return path
+
+
+def check_local_path(value: object, name: str) -> str:
+    """Return a path on a file system as a str. Raises UsageError if it cannot be one."""
+    path = check_path(value, name)
+    if is_object_path(path):
+        raise UsageError(
+            f"{name} is an address in an object store",
+            expected="a path on a file system",
+            got=path,
+            remedy="have it written to a file system, and copy it",
+        )
     return path
 
 
@@ -244,6 +259,7 @@ def one_of(*words: str) -> Kind:
 
 
 PATH = Kind(check_path)
+LOCAL_PATH = Kind(check_local_path)
 FLAG = Kind(check_flag, action="store_true")
 TEXT = Kind(check_text)
 TEXTS = Kind(check_text, action="append")

@@ -17,13 +17,20 @@ _MAX_NAME_LENGTH = 200
 _MAX_COMPARED = 10_000
 _LEAST_LIKENESS = 0.6
 _MAX_NEAREST = 3
+_ADDRESS = re.compile(r"\bs3:/(?!/)")
 
 
 def one_line(text: str) -> str:
-    """Return `text` with all unprintable characters escaped, line breaks too."""
+    """Return `text` with all unprintable characters escaped, line breaks too; addresses have both of their slashes."""
+    text = with_addresses(text)
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def with_addresses(text: str) -> str:
+    """Return `text` with addresses in object stores as people write them: paths made of them lose a slash."""
+    return _ADDRESS.sub("s3://", text) if "s3:/" in text else text
 
 
 def lines(text: str) -> str:

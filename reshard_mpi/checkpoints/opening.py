@@ -22,6 +22,7 @@ from reshard_mpi.checkpoints.shard_files import ShardFiles, common_name, in_its_
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint, locate
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError, as_reshard_error
 from reshard_mpi.filesystem import source_files
+from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.record_files import STATE
 from reshard_mpi.planning.rank_plan import CHOSEN_FILES, SharedFact
@@ -214,7 +215,7 @@ def _of_one_run(files: ShardFiles) -> ShardFiles:
 
 def _has_records(files: ShardFiles) -> bool:
     """Tell whether a run keeps records in a folder that one of the files lies in."""
-    real = map(os.path.realpath, files.shards)
+    real = (str(real_path(path)) for path in files.shards)
     folders = {os.path.dirname(path) for path in (*files.shards, *real)}  # noqa: PTH120 - there may be thousands
     folders |= {os.path.dirname(folder) for folder in folders}  # noqa: PTH120
     return any(source_files.is_folder(Path(folder, STATE)) for folder in folders)

@@ -18,7 +18,7 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints.branch_names import LEFT_OUT, branch_of_name
 from reshard_mpi.errors import SourceError
 from reshard_mpi.filesystem import source_files
-from reshard_mpi.filesystem.paths import rank_of_folder, real_path
+from reshard_mpi.filesystem.paths import absolute_path, rank_of_folder, real_path
 from reshard_mpi.filesystem.source_files import FileVersion, FolderEntry
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.provenance import FirstLooks, Sources
@@ -257,7 +257,7 @@ def strangers(path: Path) -> list[Path]:
 
 def both_ways(path: Path) -> tuple[Path, Path]:
     """Return the absolute path as it was named, and the one that links lead to: a folder may be known by either."""
-    return Path(os.path.abspath(path)), real_path(path)  # noqa: PTH100 - the first is not to follow links
+    return absolute_path(path), real_path(path)
 
 
 def rank_folders(folder: Path) -> dict[int, Path]:

@@ -21,6 +21,7 @@ from reshard_mpi.cli.option_parser import (
     add_output,
     add_progress,
     add_strategies,
+    local_path,
     path,
     reader_of,
     strategies_of,
@@ -91,7 +92,7 @@ def _add_transform(parser: argparse.ArgumentParser) -> None:
     work = _add_conversion(parser)
     add_jobs(work)
     output = add_output(parser, "each target that is complete")
-    output.add_argument("--report", type=path, metavar="FILE.json", help="write what was done, target by target")
+    output.add_argument("--report", type=local_path, metavar="FILE.json", help="write what was done, target by target")
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -117,7 +118,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     )
     shown.add_argument(
         "--plot",
-        type=path,
+        type=local_path,
         metavar="FILE",
         help="draw who feeds whom instead, as .svg or .png, or as .html, a page with the cuts of tensors too; of many"
         " targets a sample is planned",
@@ -204,14 +205,14 @@ def _add_audit(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--json", action="store_true", help="print it as JSON")
     output.add_argument(
         "--plot",
-        type=path,
+        type=local_path,
         metavar="FILE.html",
         help="draw the norms of all tensors by layer and kind too, as a page, with what was found",
     )
 
 
 def _add_commit(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", type=path, metavar="DST", help="the folder that transform has written to")
+    parser.add_argument("target", type=local_path, metavar="DST", help="the folder that transform has written to")
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
@@ -222,7 +223,7 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
 
 def _add_merging(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=path, metavar="DIR", help="folder with the strategy files of every stage")
-    parser.add_argument("out", type=path, metavar="OUT", help="the merged file (.json: as JSON)")
+    parser.add_argument("out", type=local_path, metavar="OUT", help="the merged file (.json: as JSON)")
 
 
 def _add_governor(parser: argparse.ArgumentParser) -> None:
@@ -290,7 +291,7 @@ def _add_completion(parser: argparse.ArgumentParser) -> None:
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", type=path, metavar="DIR", nargs="?", help="where to leave its files (default: removed again)"
+        "folder", type=local_path, metavar="DIR", nargs="?", help="where to leave its files (default: removed again)"
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from reshard_mpi import formats
 from reshard_mpi.cli.output import show
 from reshard_mpi.errors import UsageError
-from reshard_mpi.options import OPTIONS, PATH, Kind
+from reshard_mpi.options import LOCAL_PATH, OPTIONS, PATH, Kind
 from reshard_mpi.processes import comm
 from reshard_mpi.text import did_you_mean, one_line, shortened
 
@@ -32,7 +32,7 @@ def reader_of(kind: Kind) -> Callable[[str], Any]:
     return read
 
 
-path = reader_of(PATH)
+path, local_path = reader_of(PATH), reader_of(LOCAL_PATH)
 
 
 def add(parser: argparse._ActionsContainer, name: str, text: str, *, choices: Sequence[str] = ()) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from reshard_mpi import formats
 from reshard_mpi.errors import ReshardError, TransformError, UsageError
-from reshard_mpi.text import MIB, counted, format_bytes, format_rate, one_line
+from reshard_mpi.text import MIB, counted, format_bytes, format_rate, one_line, with_addresses
 
 if TYPE_CHECKING:
     from reshard_mpi.pictures.figures import Figures
@@ -67,7 +67,7 @@ def write_report(path: str, facts: Mapping[str, Any], outcome: Outcome, seconds:
     """Write the report of a run as JSON. Return the error if the file system refuses it; then no file is left."""
     report = {"version": 1, **facts, "seconds": seconds, **outcome.as_json()}
     try:
-        Path(path).write_text(json.dumps(report, indent=1) + "\n")
+        Path(path).write_text(with_addresses(json.dumps(report, indent=1)) + "\n")
     except OSError as error:
         with contextlib.suppress(OSError):
             Path(path).unlink()

@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from types import TracebackType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.source_files import FileVersion, SourceFile, open_file, version_of
 from reshard_mpi.formats.locations import ByteRange
 from reshard_mpi.text import MIB
+
+if TYPE_CHECKING:
+    from reshard_mpi.filesystem.object_files import ReadAhead
 
 OnBytes = Callable[[int], None]
 
@@ -77,6 +80,7 @@ class Files:
         self._kernel_copies = True
         self._on_bytes = on_bytes
         self._scratch = memoryview(b"")
+        self._ahead: ReadAhead | None = None
         self.traffic = Traffic()
 
     def __enter__(self) -> Files:
@@ -88,6 +92,14 @@ class Files:
         for source in self._sources.values():
             source.close()
         self._sources.clear()
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def read_ahead(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Have an object store send ranges before they are asked for: (path, offset, length), in that order."""
+        from reshard_mpi.filesystem.object_files import ReadAhead
+
+        self._ahead = ReadAhead(ranges)
 
     def read_into(self, part: ByteRange, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of `part`. Raises ShardError if they cannot be read."""
@@ -284,6 +296,7 @@ class Files:
         if source is None:
             try:
                 source = self._sources[path] = open_file(path)
+                source.read_ahead_by(self._ahead)
             except OSError as error:
                 raise unreadable(path, error) from error
             if self.is_sparing:

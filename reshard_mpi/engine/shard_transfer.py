@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.engine.open_files import Files, OnBytes, Traffic
 from reshard_mpi.engine.read import Stream, byte_runs, element_blocks, fill, takes_numpy
+from reshard_mpi.filesystem.paths import is_object_path
 from reshard_mpi.formats.locations import ByteRanges, Location
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry
@@ -112,6 +113,10 @@ def write_shard(
     buffer = memoryview(bytearray(limits.buffer_bytes))
     tensors = plan.tensors
     with Files(on_bytes, descriptor) as files:
+        if any(is_object_path(route.tensors.path) for group in tensors.groups for route in group.routes):
+            from reshard_mpi.engine.source_ranges import source_ranges
+
+            files.read_ahead(source_ranges(tensors, target, span))
         batches = _batches(tensors, target, span, limits)
         for first, last, is_small in batches.stretches() if batches else [(0, len(tensors), False)]:
             if batches and is_small:

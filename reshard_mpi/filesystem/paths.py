@@ -25,6 +25,15 @@ _KINDS = (
 )
 
 
+# How addresses in an object store begin; a path that is made of one has lost a slash.
+OBJECTS = "s3:/"
+
+
+def is_object_path(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a path is an address in an object store, `s3://...`, or was made of one."""
+    return os.fspath(path).startswith(OBJECTS)
+
+
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -44,11 +53,18 @@ def rank_of_folder(name: str) -> int | None:
 
 def real_path(path: Path | str) -> Path:
     """Return the path without symbolic links; links that lead to themselves are kept."""
-    return Path(os.path.realpath(path))
+    return Path(path) if is_object_path(path) else Path(os.path.realpath(path))
+
+
+def absolute_path(path: Path | str) -> Path:
+    """Return the path from the root on, links as they are; an address in an object store is one."""
+    return Path(path) if is_object_path(path) else Path(os.path.abspath(path))  # noqa: PTH100 - not to follow links
 
 
 def described(path: Path) -> str:
     """Say what lies at `path`, or why that cannot be seen."""
+    if is_object_path(path):
+        return _described_object(path)
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -56,6 +72,14 @@ def described(path: Path) -> str:
     except OSError as error:
         return _in_words(error)
     return kind_of(mode)
+
+
+def _described_object(path: Path) -> str:
+    from reshard_mpi.filesystem import source_files
+
+    if source_files.is_folder(path):
+        return "a folder"
+    return "an object" if source_files.exists(path) else "no object of this name"
 
 
 def _in_words(error: OSError) -> str:
@@ -91,6 +115,8 @@ def require_replaceable(path: Path, purpose: str) -> None:
 
 def require_reachable(source: str) -> None:
     """Raise SourceError if the file system refuses to say whether anything lies at the path `source`."""
+    if is_object_path(source):
+        return  # the store says by its answers what is wrong
     try:
         Path(source).stat()
     except (FileNotFoundError, NotADirectoryError):

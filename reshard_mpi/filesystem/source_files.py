@@ -1,24 +1,31 @@
 """Look at files and folders of checkpoints, and open them for reading (`entries`, `open_file`).
 
 Any store can answer this: the names in a folder with kind and size, whether something is there, bytes of a file. A link
-counts as the file or folder that it leads to.
+counts as the file or folder that it leads to. Addresses that begin with `s3://` lie in an object store
+(`object_listing`, `object_files`); modules that know it are loaded where one is named.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Self
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol, Self, cast
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.filesystem.paths import is_object_path
 
 if TYPE_CHECKING:
     from mmap import mmap
 
+    from reshard_mpi.filesystem.object_files import ReadAhead
+    from reshard_mpi.filesystem.object_store import ObjectState
+
 StrPath = str | os.PathLike[str]
 # Nothing lies at a path that leads to one of these errors; after others that is not known.
+_STREAM_BYTES = 64 << 10
 _NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
@@ -86,6 +93,12 @@ class SourceFile:
     def close(self) -> None:
         self._close(self._descriptor)
 
+    def will_read(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Be told which bytes are read next, from one to another: a store is asked for all of them at once."""
+
+    def read_ahead_by(self, ahead: ReadAhead | None) -> None:
+        """Be told what fetches parts of it ahead, if it is an object."""
+
     def version_now(self) -> FileVersion:
         """Return the version of the file that is open, be it where it was or not. Raises OSError."""
         return FileVersion.of(os.fstat(self._descriptor))
@@ -148,7 +161,14 @@ class SourceFile:
 
 
 def open_file(path: str) -> SourceFile:
-    """Open the file at `path`, to be closed after use. Raises OSError; ValueError for what can be no path."""
+    """Open the file at `path`, to be closed after use.
+
+    Raises OSError; ValueError for what can be no path; StoreError if an object store refuses to say what is there.
+    """
+    if is_object_path(path):
+        from reshard_mpi.filesystem.object_files import open_object
+
+        return open_object(path)
     # O_NONBLOCK: a pipe in the place of a shard must not make us wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -156,6 +176,40 @@ def open_file(path: str) -> SourceFile:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def open_stream(path: StrPath) -> BinaryIO:
+    """Open a file as a stream, for what reads those. Raises as `open_file` does."""
+    if not is_object_path(path):
+        return open(path, "rb")
+    return cast(BinaryIO, io.BufferedReader(_FileStream(open_file(os.fspath(path))), _STREAM_BYTES))
+
+
+class _FileStream(io.RawIOBase):
+    """A file as a stream of bytes that can be read from any place."""
+
+    def __init__(self, file: SourceFile) -> None:
+        super().__init__()
+        self._file = file
+        self._offset = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._offset, os.SEEK_END: self._file.size_bytes}[whence]
+        self._offset = base + offset
+        return self._offset
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        content = self._file.read(self._offset, len(view))
+        view[: len(content)] = content
+        self._offset += len(content)
+        return len(content)
 
 
 def first_bytes(path: StrPath, length_bytes: int, otherwise: bytes | None = None) -> bytes:
@@ -176,6 +230,10 @@ def first_bytes(path: StrPath, length_bytes: int, otherwise: bytes | None = None
 
 def version_of(path: StrPath) -> FileVersion:
     """Return the version of the file at `path` as it is now. Raises OSError."""
+    if is_object_path(path):
+        from reshard_mpi.filesystem import object_files, object_store
+
+        return object_files.version_of_state(object_store.state_of(object_store.ObjectPlace.of(path)))
     return FileVersion.of(os.stat(path))
 
 
@@ -201,6 +259,14 @@ def is_taken(path: StrPath) -> bool:
 
 def _mode(path: StrPath, *, follow_link: bool = True) -> int:
     """Return the mode of what lies at `path`; 0 for nothing."""
+    if is_object_path(path):
+        from reshard_mpi.filesystem import object_listing
+        from reshard_mpi.filesystem.object_store import ObjectPlace
+
+        place = ObjectPlace.of(path)
+        return (
+            stat.S_IFREG if object_listing.state_of(place) else stat.S_IFDIR if object_listing.is_folder(place) else 0
+        )
     try:
         return os.stat(path, follow_symlinks=follow_link).st_mode
     except ValueError:  # what can be no path
@@ -211,8 +277,23 @@ def _mode(path: StrPath, *, follow_link: bool = True) -> int:
         raise
 
 
-class FolderEntry:
-    """A name in a folder, with the kind and size of what lies there; both raise OSError where they are not known."""
+class FolderEntry(Protocol):
+    """A name in a folder, with the kind and size of what lies there; these raise OSError where they are not known."""
+
+    name: str
+
+    @property
+    def is_file(self) -> bool: ...
+
+    @property
+    def is_folder(self) -> bool: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+
+class _FileEntry:
+    """A name in a folder of a file system."""
 
     __slots__ = ("_entry", "name")
 
@@ -235,10 +316,41 @@ class FolderEntry:
         return self._entry.stat().st_size
 
 
+class _ObjectEntry:
+    """A name in a folder of an object store. state: of an object; None for a folder."""
+
+    __slots__ = ("_state", "name")
+
+    def __init__(self, name: str, state: ObjectState | None) -> None:
+        self.name = name
+        self._state = state
+
+    @property
+    def is_file(self) -> bool:
+        return self._state is not None
+
+    @property
+    def is_folder(self) -> bool:
+        return self._state is None
+
+    @property
+    def size_bytes(self) -> int:
+        return 0 if self._state is None else self._state.size_bytes
+
+
 def entries(folder: StrPath) -> list[FolderEntry]:
     """Return what lies in a folder, in the order of its names. Raises OSError if it cannot be listed."""
+    if is_object_path(folder):
+        return [_ObjectEntry(name, state) for name, state in sorted(_objects_in(folder).items())]
     with os.scandir(folder) as listed:
-        return sorted(map(FolderEntry, listed), key=lambda entry: entry.name)
+        return sorted(map(_FileEntry, listed), key=lambda entry: entry.name)
+
+
+def _objects_in(folder: StrPath) -> dict[str, ObjectState | None]:
+    from reshard_mpi.filesystem import object_listing
+    from reshard_mpi.filesystem.object_store import ObjectPlace
+
+    return object_listing.children(ObjectPlace.of(folder))
 
 
 def names(folder: StrPath, otherwise: Sequence[str] | None = None) -> Sequence[str]:
@@ -248,7 +360,7 @@ def names(folder: StrPath, otherwise: Sequence[str] | None = None) -> Sequence[s
         otherwise: returned if it cannot be listed; None: OSError is raised.
     """
     try:
-        return os.listdir(folder)
+        return list(_objects_in(folder)) if is_object_path(folder) else os.listdir(folder)
     except OSError:
         if otherwise is None:
             raise
@@ -260,4 +372,14 @@ def walk(folder: str) -> Iterator[tuple[list[str], list[str]]]:
 
     A folder that cannot be listed is passed over, as a link is.
     """
+    if is_object_path(folder):
+        return _walk_objects(folder)
     return ((folders, files) for _, folders, files in os.walk(folder))
+
+
+def _walk_objects(folder: str) -> Iterator[tuple[list[str], list[str]]]:
+    listed = _objects_in(folder)
+    folders = [name for name, state in listed.items() if state is None]
+    yield folders, [name for name, state in listed.items() if state is not None]
+    for name in folders:
+        yield from _walk_objects(f"{folder}/{name}")

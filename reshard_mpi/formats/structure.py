@@ -33,6 +33,8 @@ MAX_DIMENSIONS = 32
 # Spans of a file with smaller gaps than this are read by one call, which reads no more than the second number.
 _CLOSE_BYTES, _READ_BYTES = 512, 64 << 10
 _DIGEST_BYTES = 32
+# An object store is told about as many spans at once before they are read.
+_FORESEEN_SPANS = 1024
 # Parts of a structure with smaller gaps than this are written by one call, which writes no more than the second number.
 _SMALL_GAP_BYTES, _WRITTEN_BYTES = 16384, 256 << 10
 _SUMMED_BYTES = 2 << 20
@@ -121,8 +123,11 @@ def contents(file: SourceFile, spans: Sequence[Span]) -> Iterator[bytes]:
 
 def contents_by_call(file: SourceFile, spans: Sequence[Span]) -> Iterator[Sequence[bytes]]:
     """Yield what `contents` does, all that one call reads at once."""
-    number = 0
+    number = foreseen = 0
     while number < len(spans):
+        if number >= foreseen:
+            foreseen = number + _FORESEEN_SPANS
+            file.will_read(spans[number:foreseen])
         base, end = spans[number]
         last, most = len(spans), base + _READ_BYTES
         for other in range(number + 1, last):

@@ -20,7 +20,7 @@ from reshard_mpi import formats
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder, close, closing, open_lock, try_lock
 from reshard_mpi.filesystem.paths import described
-from reshard_mpi.filesystem.source_files import is_taken
+from reshard_mpi.filesystem.source_files import exists, first_bytes, is_folder, is_taken, names, open_stream, version_of
 from reshard_mpi.formats.structure import is_file_name
 from reshard_mpi.journal.publication import remove_stale
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, lock_name, record_path, recorded_ranks
@@ -31,6 +31,7 @@ from reshard_mpi.journal.target_records import RecordHead, TargetRecord
 NOT_WRITTEN = "has not been written"
 OF_ANOTHER_RUN = "is of another run"
 _MOST_NOTE_BYTES = 64
+_BLOCK_BYTES = 1 << 20
 _MOST_OF_POINTER = 4096  # bytes, more than the name of a folder has
 _ELSEWHERE = "choose another target folder, or remove the file if nobody needs it"
 
@@ -154,7 +155,7 @@ def _are_all_in_place(folder: Path, identity: RunIdentity) -> bool:
     if "target_ranks" not in identity.facts:  # as in records of earlier versions
         return False
     files, endings = dict(enumerate(_target_files(identity))), formats.info(identity.format).suffixes
-    for name in {*os.listdir(folder)}.difference(files.values()):  # noqa: PTH208 - of names alone
+    for name in {*names(folder)}.difference(files.values()):
         if name.endswith(endings):
             return False
     return all(is_in_place(folder, identity, rank, file) for rank, file in files.items())
@@ -168,7 +169,7 @@ def is_in_place(folder: Path, identity: RunIdentity, target_rank: int, file: str
 
 def _is_about(folder: Path, head: RecordHead, file: str) -> bool:
     """Tell whether a file of a target folder is there, and is the one that this record of a target is about."""
-    return head.file == file and (folder / file).exists() and head.is_about(folder / file)
+    return head.file == file and exists(folder / file) and head.is_about(folder / file)
 
 
 def complete_record(folder: Path, identity: RunIdentity, target_rank: int) -> TargetRecord | str:
@@ -181,11 +182,11 @@ def complete_record(folder: Path, identity: RunIdentity, target_rank: int) -> Ta
     if "prefix" in identity.facts and not _is_file_of(identity, record):
         return f"has a record of another file, {record.file}"
     try:
-        status = (folder / record.file).stat()
+        size_bytes = version_of(folder / record.file).size_bytes
     except (FileNotFoundError, NotADirectoryError):
         return f"has lost its file {record.file}"
-    if status.st_size != record.size_bytes:
-        return f"has {status.st_size} bytes in {record.file}, not the {record.size_bytes} that were written"
+    if size_bytes != record.size_bytes:
+        return f"has {size_bytes} bytes in {record.file}, not the {record.size_bytes} that were written"
     head = RecordHead.read(folder / STATE, target_rank)
     if head is not None and head.is_about(folder / record.file):
         return record
@@ -239,7 +240,7 @@ def changed_index_files(folder: Path, committed: CommitRecord) -> dict[str, str]
     A file that names the latest of several folders may be changed: a training has gone on then, and saved another.
     """
     marks = formats.info(committed.run.format).marks
-    if not committed.index_digests and marks and not any((folder / name).exists() for name in marks):
+    if not committed.index_digests and marks and not any(exists(folder / name) for name in marks):
         return {marks[0]: ""}
     digests = committed.index_digests.items()
     changed = {name: digest for name, digest in digests if _digest(folder / name) != digest}
@@ -250,17 +251,20 @@ def changed_index_files(folder: Path, committed: CommitRecord) -> dict[str, str]
 def _names_folder(pointer: Path) -> bool:
     """Tell whether a file says the name of a folder that lies beside it."""
     try:
-        name = pointer.read_bytes()[:_MOST_OF_POINTER].decode().strip()
+        name = first_bytes(pointer, _MOST_OF_POINTER).decode().strip()
     except (OSError, UnicodeDecodeError):
         return False
-    return any(is_file_name(own) and (pointer.parent / own).is_dir() for own in formats.folders_meant(name))
+    return any(is_file_name(own) and is_folder(pointer.parent / own) for own in formats.folders_meant(name))
 
 
 def _digest(path: Path) -> str | None:
     """Return the SHA-256 of a file; None if it cannot be read."""
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256()
+        with open_stream(path) as file:
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+        return digest.hexdigest()
     except OSError:
         return None
 

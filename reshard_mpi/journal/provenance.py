@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from reshard_mpi.errors import DisagreementError
+from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.filesystem.source_files import FileVersion, is_folder, version_of
 from reshard_mpi.journal import record_files
 from reshard_mpi.planning.rank_plan import RankPlan, SharedFact, StageDigest
@@ -199,7 +200,7 @@ class FirstLooks:
             sample = nsmallest(_MOST_SEEN, all_paths, key=lambda path: crc32(os.fsencode(path.removeprefix(folder))))
             self.look(sample)
             self._seen = tuple(self._looks[path][0] for path in sample if path in self._looks)
-        return Sources(str(self._folder.resolve()), files, self._seen, str(self._folder), versions)
+        return Sources(str(real_path(self._folder)), files, self._seen, str(self._folder), versions)
 
     def versions(self, paths: Iterable[str]) -> dict[str, FileVersion]:
         """Return the version of each of these files at the first look, by path. Raises OSError if one is gone."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
 from zlib import crc32
 
 from reshard_mpi.errors import TargetError
+from reshard_mpi.filesystem.paths import is_object_path
+from reshard_mpi.filesystem.source_files import FileVersion, names, open_file, open_stream
 from reshard_mpi.text import format_bytes
 
 STATE = ".reshard_mpi"
@@ -35,10 +38,10 @@ def lock_name(target_rank: int) -> str:
 def recorded_ranks(state: Path) -> list[int]:
     """Return the target ranks that have records, ascending."""
     try:
-        names = [entry.name for entry in state.iterdir()]
+        listed = names(state)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(int(match[1]) for match in map(_RECORD.fullmatch, names) if match)
+    return sorted(int(match[1]) for match in map(_RECORD.fullmatch, listed) if match)
 
 
 T = TypeVar("T")
@@ -65,14 +68,14 @@ class RecordLimits(NamedTuple):
     parsed_bytes: int
 
 
-def parse(stream: BinaryIO, room: RecordLimits) -> dict[str, Any]:
-    """Return the JSON object in a file.
+def parse(stream: BinaryIO, size_bytes: int, room: RecordLimits) -> dict[str, Any]:
+    """Return the JSON object in a file of this size.
 
     Raises OSError if it cannot be read, ValueError or RecursionError for anything else, for a name that comes twice,
     and for what exceeds `room`. A file that is too large is not read, and one that would take too much memory is not
     parsed.
     """
-    data = stream.read(room.file_bytes + 1) if os.fstat(stream.fileno()).st_size <= room.file_bytes else b""
+    data = stream.read(room.file_bytes + 1) if size_bytes <= room.file_bytes else b""
     if data is None:  # EAGAIN: the file was opened so that a pipe in its place is not waited for
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), stream.name)
     if not 0 < len(data) <= room.file_bytes or parsed_bytes(data) > room.parsed_bytes:
@@ -196,8 +199,9 @@ RUN_ROOM = RecordLimits(1 << 20, 16 << 20)
 DAMAGE = (LookupError, TypeError, ValueError, OverflowError)
 
 
-def opened_record(path: Path, *, follow_link: bool = False) -> BinaryIO:
-    """Open a record for reading. Raises OSError.
+@contextlib.contextmanager
+def opened_record(path: Path, *, follow_link: bool = False) -> Iterator[tuple[BinaryIO, FileVersion | None]]:
+    """Open a record for reading; yield it with its version, None if it is no regular file. Raises OSError.
 
     Args:
         follow_link: for checkpoints that are folders of links; without it a link is refused.
@@ -207,7 +211,13 @@ def opened_record(path: Path, *, follow_link: bool = False) -> BinaryIO:
         # Of a pipe in its place, do not wait for a writer.
         return os.open(path, flags | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW))
 
-    return open(path, "rb", opener=opened)
+    if is_object_path(path):
+        with open_file(str(path)) as file, open_stream(path) as stream:
+            yield stream, file.version
+        return
+    with open(path, "rb", opener=opened) as stream:
+        status = os.fstat(stream.fileno())
+        yield stream, FileVersion.of(status) if stat.S_ISREG(status.st_mode) else None
 
 
 def read_json(path: Path, room: RecordLimits = RUN_ROOM, *, follow_link: bool = False) -> dict[str, Any] | None:
@@ -219,8 +229,8 @@ def read_json(path: Path, room: RecordLimits = RUN_ROOM, *, follow_link: bool = 
     """
 
     try:
-        with opened_record(path, follow_link=follow_link) as stream:
-            return parse(stream, room) if stat.S_ISREG(os.fstat(stream.fileno()).st_mode) else {}
+        with opened_record(path, follow_link=follow_link) as (stream, version):
+            return {} if version is None else parse(stream, version.size_bytes, room)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, RecursionError, IsADirectoryError):

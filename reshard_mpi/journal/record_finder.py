@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.errors import DamageError, DisagreementError, ReshardError
-from reshard_mpi.filesystem.paths import rank_of_folder, real_path
-from reshard_mpi.filesystem.source_files import FileCutShortError, is_taken
+from reshard_mpi.filesystem.paths import absolute_path, rank_of_folder, real_path
+from reshard_mpi.filesystem.source_files import FileCutShortError, exists, is_folder, is_taken, version_of
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.structure import digest_besides, opened
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
@@ -249,7 +248,7 @@ def damage_of_index(folder: Path) -> Iterator[DamageError]:
         yield DamageError(
             "the index of a checkpoint is not what was committed",
             expected=f"the SHA-256 {digest}, as {COMMIT_RECORD} says",
-            got="another" if (folder / name).exists() else "no index",
+            got="another" if exists(folder / name) else "no index",
             where=str(folder / name),
             remedy="reshard-mpi commit makes it anew of the targets",
         )
@@ -280,9 +279,9 @@ def holds_another(folder: Path) -> bool:
 
 def target_folders_of(path: str) -> Iterator[tuple[Path, str]]:
     """Yield the folders of runs that a file lies in, and its path there: by its name first, then by its real path."""
-    for whole in dict.fromkeys((Path(os.path.abspath(path)), real_path(path))):  # noqa: PTH100 - not to follow links
+    for whole in dict.fromkeys((absolute_path(path), real_path(path))):
         for folder in whole.parents[:2]:
-            if (folder / STATE).is_dir():
+            if is_folder(folder / STATE):
                 yield folder, whole.relative_to(folder).as_posix()
 
 
@@ -300,7 +299,7 @@ def damage_by_record(shard: Manifest, record: TargetRecord, recorded: Mapping[st
 
     A format that packs is given texts to make a file by, which the file does not hold.
     """
-    size_bytes = Path(shard.path).stat().st_size
+    size_bytes = version_of(shard.path).size_bytes
     if size_bytes != record.size_bytes:
         expected, got = f"{record.size_bytes} bytes, as it was written", f"{size_bytes}"
         yield DamageError(

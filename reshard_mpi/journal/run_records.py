@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder
+from reshard_mpi.filesystem.source_files import exists, version_of
 from reshard_mpi.journal import record_files
 from reshard_mpi.journal.provenance import MAX_NS
 from reshard_mpi.journal.publication import publish_text, remove_stale
@@ -238,7 +239,7 @@ def run_to_commit(folder: Path) -> RunIdentity:
     """Return the run recorded under `folder`. Raises TargetError if there is none to commit."""
     identity = RunIdentity.recorded(folder / STATE)
     if identity is None or not identity.facts.keys() >= {"source", "to", "target_ranks"}:
-        is_damaged = run_path(folder / STATE).exists()
+        is_damaged = exists(run_path(folder / STATE))
         raise TargetError(
             "the folder holds no run to commit",
             expected="a folder that reshard-mpi transform has written to",
@@ -401,6 +402,6 @@ def _is_recorded(folder: Path, committed: CommitRecord, rank: int, paths: Sequen
     file, head = committed.files.get(rank), RecordHead.read(folder / STATE, rank)
     if file is None or head is None or [Path(path) for path in paths] != [folder / file]:
         return False
-    if (folder / file).stat().st_size != committed.sizes_bytes.get(rank) or head.modified_ns is None:
+    if version_of(folder / file).size_bytes != committed.sizes_bytes.get(rank) or head.modified_ns is None:
         return False
     return (head.digest, head.file) == (committed.digest, file) and head.is_about(folder / file)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import SourceError, TargetError
+from reshard_mpi.filesystem.paths import absolute_path
+from reshard_mpi.filesystem.source_files import exists, is_file, version_of
 from reshard_mpi.journal.commit import recorded_targets
 from reshard_mpi.journal.file_ownership import NOT_WRITTEN, changed_index_files
 from reshard_mpi.journal.publication import is_partial
@@ -50,9 +52,9 @@ _LISTED = 1 << 16
 def state_of(folder: Path) -> dict[str, Any]:
     """Return the facts of the run that fills `folder` as `run`, and of its commit as `commit`, if there are such."""
     facts: dict[str, Any] = {}
-    if run_path(folder / STATE).exists():
+    if exists(run_path(folder / STATE)):
         facts["run"] = _run(folder)
-    if (folder / COMMIT_RECORD).exists():
+    if exists(folder / COMMIT_RECORD):
         try:
             facts["commit"] = _commit(folder)
         except SourceError as error:
@@ -66,7 +68,7 @@ def about_record(path: Path) -> dict[str, Any] | None:
     Raises SourceError for other files that a run keeps, which says where to look instead.
     """
     if is_partial(path):
-        folder = next((folder for folder in path.absolute().parents[:2] if run_path(folder / STATE).exists()), None)
+        folder = next((folder for folder in absolute_path(path).parents[:2] if exists(run_path(folder / STATE))), None)
         if folder is not None:
             return {"kind": "run", "path": str(path), "partial": str(path), **state_of(folder)}
         raise SourceError(
@@ -84,7 +86,7 @@ def about_record(path: Path) -> dict[str, Any] | None:
             where=str(path),
             remedy=f"inspect {path.parent.parent}, the target folder",
         )
-    if path.name != COMMIT_RECORD or not path.is_file():
+    if path.name != COMMIT_RECORD or not is_file(path):
         return None
     return {"kind": "commit", "path": str(path), **_commit(path.parent)}
 
@@ -115,7 +117,7 @@ def _run(folder: Path) -> dict[str, Any]:
         "path": str(folder),
         "settings": progress.identity.as_json(),
         "in_words": progress.identity.settings,
-        "command": progress.identity.command(str(folder.absolute())),
+        "command": progress.identity.command(str(absolute_path(folder))),
         "target_ranks": progress.identity.target_ranks,
         "complete": list(progress.complete),
         "incomplete": {str(rank): why for rank, why in incomplete.items()},
@@ -146,10 +148,10 @@ def _commit(folder: Path) -> dict[str, Any]:
     return {
         "settings": record.run.as_json(),
         "in_words": record.run.settings,
-        "command": record.run.command(str(folder.absolute())),
+        "command": record.run.command(str(absolute_path(folder))),
         "targets": targets,
         "index_problems": {
-            name: "is not as it was committed" if (folder / name).exists() else "is not there"
+            name: "is not as it was committed" if exists(folder / name) else "is not there"
             for name in changed_index_files(folder, record)
         },
         "sources": [{"file": file, "size_bytes": size_bytes} for file, size_bytes in record.sources],
@@ -172,14 +174,14 @@ def _not_as_committed(
         return {"problem": "was made after the commit" if is_later else "is an earlier one than was committed"}
     with suppress(OSError):  # what is not there, or has another size, is told by that
         path = folder / head.file
-        if path.stat().st_size == head.size_bytes and not head.is_about(path):
+        if version_of(path).size_bytes == head.size_bytes and not head.is_about(path):
             return {"problem": "was modified after its record was written"}
     return {}
 
 
 def _size_bytes(path: Path) -> int | None:
     try:
-        return path.stat().st_size
+        return version_of(path).size_bytes
     except OSError:
         return None
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
-import stat
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +18,7 @@ from zlib import crc32
 from reshard_mpi.errors import DamageError
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.filesystem.paths import rank_of_folder
-from reshard_mpi.filesystem.source_files import SourceFile, open_file
+from reshard_mpi.filesystem.source_files import SourceFile, open_file, version_of
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.journal import record_files
 from reshard_mpi.journal.provenance import MAX_NS, Sources, TargetInputs
@@ -107,17 +105,17 @@ class RecordHead(NamedTuple):
         It has its time; or its sample, and the record is of another time too, as in a copy. A state that differs in few
         tensors may have the same sample. Raises OSError if it cannot be looked at.
         """
-        status = path.stat()
-        if status.st_size != self.size_bytes:
+        version = version_of(path)
+        if version.size_bytes != self.size_bytes:
             return False
         if self.announced is not None:
-            return self.announced == (status.st_ino, status.st_mtime_ns)
-        if self.modified_ns is None or status.st_mtime_ns == self.modified_ns:
+            return self.announced == (version.inode, version.modified_ns)
+        if self.modified_ns is None or version.modified_ns == self.modified_ns:
             return True
-        if self.has_its_time and not _is_same_time(self.modified_ns, status.st_mtime_ns):
+        if self.has_its_time and not _is_same_time(self.modified_ns, version.modified_ns):
             return False
         if self.sample is None:
-            return status.st_mtime_ns > self.modified_ns - _LONGEST_STEP_NS
+            return version.modified_ns > self.modified_ns - _LONGEST_STEP_NS
         return self.has_sample_of(path)
 
     def has_sample_of(self, path: Path) -> bool:
@@ -128,15 +126,14 @@ class RecordHead(NamedTuple):
     @classmethod
     def read(cls, state: Path, target_rank: int) -> RecordHead | None:
         """Return the beginning of the record of a target; None where there is none, or it is damaged."""
-        with contextlib.suppress(OSError, *DAMAGE), opened_record(record_path(state, target_rank)) as stream:
-            status = os.fstat(stream.fileno())
-            if not stat.S_ISREG(status.st_mode):
+        with contextlib.suppress(OSError, *DAMAGE), opened_record(record_path(state, target_rank)) as (stream, version):
+            if version is None:
                 return None
             begin, end, _ = stream.read(_MAX_HEAD_BYTES).partition(_BEHIND_HEAD)
             facts = json.loads(begin + b"}") if end else {}
             if "modified_ns" in facts:
                 head = cls.of(facts)
-                has_its_time = head.modified_ns is not None and _is_same_time(head.modified_ns, status.st_mtime_ns)
+                has_its_time = head.modified_ns is not None and _is_same_time(head.modified_ns, version.modified_ns)
                 return head._replace(has_its_time=has_its_time) if head.rank == target_rank else None
         record = TargetRecord.read(state, target_rank)
         return None if record is None else record.head
@@ -186,7 +183,7 @@ class TargetRecord(NamedTuple):
 
     def written_ns(self, path: Path) -> int:
         """Return when the target was written, as nanoseconds since 1970: of records that do not say it, by its file."""
-        return path.stat().st_mtime_ns if self.modified_ns is None else self.modified_ns
+        return version_of(path).modified_ns if self.modified_ns is None else self.modified_ns
 
     @property
     def is_verified(self) -> bool:

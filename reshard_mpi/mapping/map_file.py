@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from reshard_mpi.errors import MapError
+from reshard_mpi.filesystem import source_files
 from reshard_mpi.filesystem.paths import described, real_path
 from reshard_mpi.mapping.map_text import MAX_BYTES, MapText, parse_equation, parse_rules
 from reshard_mpi.mapping.rules import Rules
@@ -138,11 +139,11 @@ def printed_map(name: str) -> str:
 
 
 def _text(path: Path, most_bytes: int, what: str) -> str:
-    if path.exists() and not path.is_file():
+    if source_files.exists(path) and not source_files.is_file(path):
         got = described(path)
         raise MapError(f"{what} is no file", expected="a file", got=got, where=str(path), remedy="give its path")
     try:
-        with path.open("rb") as file:
+        with source_files.open_stream(path) as file:
             content = file.read(most_bytes + 1)
     except OSError as error:
         raise MapError(

@@ -24,7 +24,8 @@ from reshard_mpi.engine.checksums import (
 from reshard_mpi.engine.first_difference import where_it_differs
 from reshard_mpi.engine.open_files import OnBytes
 from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, ShardError, as_reshard_error
-from reshard_mpi.filesystem.source_files import is_taken
+from reshard_mpi.filesystem.paths import absolute_path
+from reshard_mpi.filesystem.source_files import exists, is_folder, is_taken, version_of
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE
 from reshard_mpi.journal.record_finder import (
@@ -120,7 +121,7 @@ def check_shard(
                 damage.append(_elsewhere(shard.identity.rank, rank, path))
         stored, placed = module.stored_sums(path), dict(_placed(shard, recorded, listed))
         specs = [spec for spec in placed if spec.name in stored or spec.name in recorded]
-        size_bytes, summed_bytes = Path(path).stat().st_size, sum(spec.size_bytes for spec in specs)
+        size_bytes, summed_bytes = version_of(path).size_bytes, sum(spec.size_bytes for spec in specs)
         counter = SliceCounter(progress.moved, size_bytes, size_bytes + summed_bytes)
         has_crc = module.check_crc(path, counter.add)
         if has_crc:
@@ -201,7 +202,9 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
         yield DamageError(error.problem, expected=error.expected, got=error.got, where=error.where, remedy=error.remedy)
         return
     # Not if it is a file or the folder of a rank by itself.
-    is_whole = (folder / STATE).is_dir() or all(path.absolute().parent.parent == folder.absolute() for path in paths)
+    is_whole = is_folder(folder / STATE) or all(
+        absolute_path(path).parent.parent == absolute_path(folder) for path in paths
+    )
     if are_others and is_whole:
         if run is not None:
             yield from _not_of_begun_run(files, run.digest)
@@ -397,4 +400,4 @@ def _one_by_one(files: ShardFiles, rank: int) -> Iterator[tuple[ShardFiles, int]
         yield files, rank
         return
     alone = files.one_by_one()
-    yield from ((alone, own) for own, paths in alone.by_rank.items() if Path(paths[0]).exists())
+    yield from ((alone, own) for own, paths in alone.by_rank.items() if exists(paths[0]))

@@ -11,7 +11,7 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints import shard_files
 from reshard_mpi.checkpoints.opening import NO_DAMAGE, chosen_files, open_source
 from reshard_mpi.errors import ReshardError, UsageError
-from reshard_mpi.filesystem.paths import real_path
+from reshard_mpi.filesystem.paths import is_object_path, real_path
 from reshard_mpi.formats.manifest import Specs
 from reshard_mpi.journal.run_records import CHOSEN, FILES_BY_DIGEST, RunIdentity, joined_maps, joined_words
 from reshard_mpi.journal.target_journal import Journal
@@ -283,6 +283,13 @@ def _refuse_overlap(
     """
     if not request.target:
         return
+    if is_object_path(request.target):
+        raise UsageError(
+            "targets are not written to an object store",
+            expected="a folder on a file system",
+            got=request.target,
+            remedy="write them to a file system, and copy them: aws s3 cp --recursive",
+        )
     if request.target_file is not None:
         refuse_posing(files, Path(request.target_file))
         refuse_replacing(Path(request.target_file), (request.src_strategy, request.dst_strategy))

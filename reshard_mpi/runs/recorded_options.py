@@ -9,6 +9,7 @@ from typing import Any
 
 from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.errors import UsageError
+from reshard_mpi.filesystem.source_files import exists, is_file
 from reshard_mpi.journal.record_finder import RecordFinder, run_of
 from reshard_mpi.journal.run_records import CHOSEN, CommitRecord, RunIdentity, joined_words
 from reshard_mpi.planning.tensor_names import Accumulated, Unlisted
@@ -70,9 +71,9 @@ def _is_there(run: RunIdentity, name: str) -> bool:
     if name == "map":
         from reshard_mpi.options import ARROW
 
-        return bool(run.maps) and all(ARROW in word or Path(word).is_file() for word in run.maps)
+        return bool(run.maps) and all(ARROW in word or is_file(word) for word in run.maps)
     path = run.files.get(name, "")
-    return bool(path) and (name == "like" or Path(path).is_file())
+    return bool(path) and (name == "like" or is_file(path))
 
 
 def made_otherwise(
@@ -172,7 +173,7 @@ def strategy_to_drop_by(run: RunIdentity | None, path: str) -> Strategy | None:
         return None
     from reshard_mpi.sharding.strategy_files import digest, load
 
-    if not Path(recorded).exists() or digest(recorded) != run.facts["dst_strategy"]:
+    if not exists(recorded) or digest(recorded) != run.facts["dst_strategy"]:
         made_with = shlex.join(["--dst-strategy", recorded, "--unlisted", "drop"])
         raise _not_given("no --dst-strategy, and its file is not there any more, or is another one", made_with, path)
     return load(recorded)

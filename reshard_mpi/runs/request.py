@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard_mpi.errors import UsageError
+from reshard_mpi.errors import ReshardError, UsageError
+from reshard_mpi.filesystem.paths import absolute_path, is_object_path
 from reshard_mpi.options import TargetShare
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.tensor_names import Accumulated, Unlisted
@@ -139,7 +140,7 @@ class Request(NamedTuple):
     def from_anywhere(self) -> Request:
         """Return the same request with absolute paths of source, strategies, maps, configuration and the like."""
         named = {name: getattr(self, name) for name in ("source", "src_strategy", "dst_strategy", "config", "like")}
-        paths = {name: os.path.abspath(path) for name, path in named.items() if path}  # noqa: PTH100 - not to follow links
+        paths: dict[str, Any] = {name: str(absolute_path(path)) for name, path in named.items() if path}
         return self._replace(map=self.map_words, **paths)
 
     @property
@@ -216,5 +217,33 @@ class Task(StrEnum):
         from reshard_mpi.runs.process_memory import RunMemory
 
         function = self.load()
+        _share_listings(request, comm)
         with RunMemory(lambda: request.allowance, comm, progress) as memory:
             return function(request, comm, progress, memory, strategies)
+
+
+def _share_listings(request: Request, comm: Comm) -> None:
+    """Have one process list what lies in object stores, and tell the others.
+
+    Raises, on every process, the error of the one that has listed.
+    """
+    strategies = request.src_strategy, request.dst_strategy
+    named = (request.source, request.like, *strategies, *(request.source_by_rank or {}).values())
+    paths = [path for path in named if path and is_object_path(path)]
+    if comm.size == 1 or not paths:
+        return
+    from reshard_mpi.filesystem import object_listing
+
+    listed: object_listing.ListedFolders | ReshardError | None = None
+    if comm.rank == 0:
+        try:
+            for path in paths:
+                object_listing.look(path)
+            listed = object_listing.known()
+        except ReshardError as error:
+            listed = error
+    told = comm.allgather(listed)[0]
+    if isinstance(told, ReshardError):
+        raise told
+    if comm.rank and isinstance(told, object_listing.ListedFolders):
+        object_listing.learn(told)

@@ -17,6 +17,7 @@ from reshard_mpi.checkpoints.source import MAX_KEPT_BYTES, SourceCheckpoint
 from reshard_mpi.engine.read import takes_numpy
 from reshard_mpi.engine.shard_transfer import are_many, is_gathered, is_transposed
 from reshard_mpi.errors import TargetError
+from reshard_mpi.filesystem.source_files import version_of
 from reshard_mpi.formats.locations import Constant, Dequantized, LibraryRead, Reduced
 from reshard_mpi.formats.manifest import ShardSpec
 from reshard_mpi.formats.tensor_table import KEPT_OFFSET_BYTES, KEPT_TENSOR_BYTES
@@ -375,6 +376,6 @@ def _size_bytes(path: str | os.PathLike[str]) -> int:
         with os.scandir(path) as entries:
             return sum(entry.stat().st_size for entry in entries if entry.is_file())
     except NotADirectoryError:
-        return Path(path).stat().st_size
+        return version_of(path).size_bytes
     except OSError:
         return 0

@@ -12,7 +12,7 @@ from reshard_mpi.checkpoints.branch_names import branch_of_name
 from reshard_mpi.checkpoints.discovery import pointers_in
 from reshard_mpi.checkpoints.shard_files import ShardFiles, both_ways, shards_in, strangers
 from reshard_mpi.errors import TargetError
-from reshard_mpi.filesystem.paths import rank_of_folder, real_path
+from reshard_mpi.filesystem.paths import absolute_path, rank_of_folder, real_path
 from reshard_mpi.runs.target_needs import nearest_folder
 
 _OUTSIDE = "choose a target outside the source; a source is never written to"
@@ -235,7 +235,7 @@ def _identity(path: Path) -> tuple[int, int, Path | None] | None:
     try:
         status = path.stat()
     except OSError:
-        return None
+        return None  # or in an object store, where nothing is removed
     return status.st_dev, status.st_ino, real_path(path) if status.st_nlink > 1 else None
 
 
@@ -256,7 +256,7 @@ def _above_rank_folders(real_files: Iterable[Path], folders: Mapping[Path, Path]
     Args:
         real_files, folders: as `_followed` returns them.
     """
-    named = (Path(os.path.abspath(folder)) for folder in folders)  # noqa: PTH100 - without following links
+    named = map(absolute_path, folders)
     every = {*named, *folders.values(), *(file.parent for file in real_files)}
     return {folder.parent for folder in every if rank_of_folder(folder.name) is not None}
 

@@ -120,7 +120,7 @@ class _ComparedCheckpoints(NamedTuple):
 
     def _damaged_rest(self, finder: RecordFinder, path: str, rank: int) -> list[DamageError]:
         """Return the damage of a target file besides its tensors, if there is a record of it."""
-        if not Path(path).exists():
+        if not source_files.exists(path):
             return []
         found = finder.find(path, rank)
         record = None if found is None else found.record
@@ -321,7 +321,7 @@ def _size_bytes(files: shard_files.ShardFiles, rank: int) -> int:
     size_bytes = 0
     for path in files.by_rank.get(rank, ()):
         with suppress(OSError):
-            size_bytes += Path(path).stat().st_size
+            size_bytes += source_files.version_of(path).size_bytes
     return size_bytes
 
 

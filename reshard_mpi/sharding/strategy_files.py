@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -12,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.errors import ReshardError, StrategyError
-from reshard_mpi.filesystem.paths import START_BYTES, kind_of, marked_kind_of
+from reshard_mpi.filesystem import source_files
+from reshard_mpi.filesystem.paths import START_BYTES, described, marked_kind_of
 from reshard_mpi.protobuf_wire import WireError, varint
 from reshard_mpi.sharding.mindspore_json import REMEDY, StageFile, decode_json
 from reshard_mpi.sharding.value_checks import MAX_FILE_BYTES, MAX_SPEC_BYTES
@@ -56,12 +56,11 @@ class StrategyFile(NamedTuple):
     def read(self) -> bytes:
         """Return all of it. Raises StrategyError if it cannot be read, is empty or too large."""
         _check_size(self.path)
-        with _readable(self.path):
-            return self.path.read_bytes()
+        return b"".join(self.blocks())
 
     def blocks(self) -> Iterator[bytes]:
         """Yield all of it, block by block. Raises StrategyError if it cannot be read."""
-        with _readable(self.path), self.path.open("rb") as stream:
+        with _readable(self.path), source_files.open_stream(self.path) as stream:
             while block := stream.read(_BLOCK_BYTES):
                 yield block
 
@@ -110,11 +109,11 @@ def digest(path: str) -> str:
     Raises StrategyError where `load` finds no strategy file.
     """
     sha256 = hashlib.sha256()
-    in_folder = Path(path).is_dir()
+    in_folder = source_files.is_folder(path)
     for file in look_all(path):
         if in_folder:
             name = file.path.name.encode("utf-8", "surrogateescape")
-            sha256.update(b"%d %s %d " % (len(name), name, file.path.stat().st_size))
+            sha256.update(b"%d %s %d " % (len(name), name, source_files.version_of(file.path).size_bytes))
         for block in file.blocks():
             sha256.update(block)
     return sha256.hexdigest()
@@ -148,7 +147,7 @@ def look_all(path: str) -> Iterator[StrategyFile]:
     """
     folder = Path(path)
     with _readable(folder):
-        is_folder = folder.is_dir()
+        is_folder = source_files.is_folder(folder)
     if not is_folder:
         yield look(path)
         return
@@ -179,7 +178,7 @@ def decode(file: StrategyFile) -> StageFile:
         from reshard_mpi.sharding.mindspore_protobuf import decode_protobuf
 
         with _readable(file.path):
-            stream = file.path.open("rb")
+            stream = source_files.open_stream(file.path)
         with stream:
             return decode_protobuf(stream, path)
     return decode_json(text_of(file), path)
@@ -237,32 +236,37 @@ def _check_size(file: Path) -> None:
 
 def _size_bytes(file: Path) -> int:
     with _readable(file):
-        status = file.stat()
-    if not stat.S_ISREG(status.st_mode):
+        size_bytes = source_files.version_of(file).size_bytes
+        is_file = source_files.is_file(file)
+    if not is_file:
         raise StrategyError(
             "the strategy is no regular file",
             expected="a file",
-            got=kind_of(status.st_mode),
+            got=described(file),
             where=str(file),
             remedy=REMEDY,
         )
-    return status.st_size
+    return size_bytes
 
 
 def _head(file: Path) -> bytes:
-    with _readable(file), file.open("rb") as stream:
+    with _readable(file), source_files.open_stream(file) as stream:
         return stream.read(_HEAD_BYTES)
 
 
 def _entries(folder: Path) -> list[Path]:
     with _readable(folder):
-        return [entry for entry in folder.iterdir() if not entry.name.startswith(".") and entry.is_file()]
+        return [
+            folder / entry.name
+            for entry in source_files.entries(folder)
+            if not entry.name.startswith(".") and entry.is_file
+        ]
 
 
 def _only_folders(folder: Path) -> str:
     """Describe a folder that holds folders but no files, most likely a checkpoint; "" if it holds no folders."""
     with _readable(folder):
-        names = sorted((entry.name for entry in folder.iterdir() if entry.is_dir()), key=natural_key)
+        names = sorted((entry.name for entry in source_files.entries(folder) if entry.is_folder), key=natural_key)
     shown = [name for name in names if not name.startswith(".")]
     if not shown:
         return ""

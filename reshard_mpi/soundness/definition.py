@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import SourceError, UsageError
+from reshard_mpi.filesystem.source_files import exists, first_bytes, is_file, is_folder, version_of
 from reshard_mpi.mapping.tensor_kinds import TensorKind, kind_of
 from reshard_mpi.processes.imports import fresh_interpreter, import_environment
 from reshard_mpi.quantization.placing import QuantizedWeights
@@ -82,13 +83,13 @@ class ModelConfig(NamedTuple):
     def named(cls, path: str) -> ModelConfig:
         """Read the configuration that a user names: a file, or the folder of `config.json`."""
         file = Path(path)
-        file = file / _CONFIG if file.is_dir() else file
+        file = file / _CONFIG if is_folder(file) else file
         values = _read(file)
         if values is None:
             raise UsageError(
                 "this is no configuration of a model",
                 expected='JSON with "architectures" and "model_type", as transformers writes it',
-                got="no such file" if not file.exists() else "something else",
+                got="no such file" if not exists(file) else "something else",
                 where=str(file),
                 remedy="give the folder that has the model's config.json, or that file",
             )
@@ -98,7 +99,7 @@ class ModelConfig(NamedTuple):
     def beside(cls, source: str) -> ModelConfig | None:
         """Return the configuration in the folder of a checkpoint, if there is one."""
         folder = Path(source)
-        file = (folder if folder.is_dir() else folder.parent) / _CONFIG
+        file = (folder if is_folder(folder) else folder.parent) / _CONFIG
         values = _read(file)
         return None if values is None else cls(file, values, False)
 
@@ -106,9 +107,9 @@ class ModelConfig(NamedTuple):
 def _read(file: Path) -> dict[str, Any] | None:
     """Return a model's configuration; None if the file is none."""
     try:
-        if not file.is_file() or file.stat().st_size > _MOST_CONFIG_BYTES:
+        if not is_file(file) or version_of(file).size_bytes > _MOST_CONFIG_BYTES:
             return None
-        values = json.loads(file.read_bytes())
+        values = json.loads(first_bytes(file, version_of(file).size_bytes))
     except (OSError, ValueError, RecursionError):
         return None
     names = values.get("architectures") if isinstance(values, dict) else None

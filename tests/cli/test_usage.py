@@ -53,9 +53,15 @@ from reshard_mpi.cli.arguments import parser
         (["ranks", "0", "--src-strategy", "x", "--src-strategy", "y"], "argument --src-strategy: given twice"),
         (["plan", "a", "b", "--dst-strategy", "x", "--dst-strategy", "y"], "argument --dst-strategy: given twice"),
         (["plan", "a", "b", "--part", "0/2", "--part", "1/2"], "argument --part: given twice"),
-        (["transform", "a", "s3://bucket/x"], "argument DST: expected a path, got the URL 's3://bucket/x'"),
-        (["inspect", "file:///a"], "argument PATH: expected a path, got the URL 'file:///a'"),
-        (["transform", "a", "b", "--map", "https://a/b.toml"], "argument --map: expected a path, got the URL"),
+        (
+            ["transform", "a", "gs://bucket/x"],
+            "argument DST: expected a path, or s3://BUCKET/PREFIX, got the URL 'gs://bucket/x'",
+        ),
+        (["inspect", "file:///a"], "argument PATH: expected a path, or s3://BUCKET/PREFIX, got the URL 'file:///a'"),
+        (
+            ["transform", "a", "b", "--map", "https://a/b.toml"],
+            "argument --map: expected a path, or s3://BUCKET/PREFIX, got the URL",
+        ),
         (["transform", "a", "b", "--map", ""], "argument --map: expected a path, a name or an equation, got ''"),
         (["verify", "a", "--replicas", "check"], "argument --replicas: expected any or sample, got 'check'"),
     ],
@@ -94,7 +100,7 @@ def test_the_same_twice_and_what_only_says_how_it_goes_may_be_given_again() -> N
 
 def test_a_folder_whose_name_is_like_a_url_is_named_from_here(tmp_path: Path) -> None:
     with pytest.raises(reshard_mpi.ReshardError, match="target is a URL"):
-        reshard_mpi.transform("src", "s3://bucket/x")
+        reshard_mpi.transform("src", "gs://bucket/x")
     with pytest.raises(reshard_mpi.ReshardError, match="source is a URL"):
         reshard_mpi.load_rank(0, "gs://bucket/x")
     source = source_of(tmp_path, {"w": floats(2)})

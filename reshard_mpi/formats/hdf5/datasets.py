@@ -10,10 +10,11 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from h5py import h5d, h5f, h5g, h5o, h5p, h5s, h5t, h5z
+from h5py import h5d, h5f, h5fd, h5g, h5o, h5p, h5s, h5t, h5z
 
 from reshard_mpi.errors import ReshardError, ShardError
 from reshard_mpi.filesystem import source_files
+from reshard_mpi.filesystem.paths import is_object_path
 from reshard_mpi.filesystem.source_files import FileVersion, SourceFile
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import BY_NAME, DType
@@ -45,6 +46,8 @@ def open_file(path: str) -> Any:
     # Some cluster file systems refuse locks, and nobody writes a source.
     access.set_file_locking(False, True)
     access.set_fclose_degree(h5f.CLOSE_WEAK)
+    if is_object_path(path):
+        access.set_fileobj_driver(h5fd.fileobj_driver, source_files.open_stream(path))
     return h5f.open(os.fsencode(path), h5f.ACC_RDONLY, access)
 
 

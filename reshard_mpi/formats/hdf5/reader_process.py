@@ -12,10 +12,10 @@ import select
 import signal
 import sys
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.filesystem.paths import absolute_path
 from reshard_mpi.formats.hdf5 import native_names, reader_process_messages
 from reshard_mpi.processes.host import ONE_THREAD
 from reshard_mpi.processes.imports import fresh_interpreter, import_environment
@@ -43,7 +43,7 @@ _REMEDY = "check it with h5dump; save or copy it again"
 
 def locate(path: str, size_bytes: int) -> Manifest:
     """Return the manifest of the HDF5 file at `path` as the library reads it. Raises ShardError if it cannot."""
-    values = _ask(["locate", str(Path(path).absolute())], path, None)
+    values = _ask(["locate", str(absolute_path(path))], path, None)
     try:
         return reader_process_messages.to_manifest(path, size_bytes, values, read)
     except ShardError:
@@ -54,7 +54,7 @@ def locate(path: str, size_bytes: int) -> Manifest:
 
 def stored_sums(path: str) -> dict[str, int]:
     """Return the sums that a native shard keeps, as the library reads them. Raises ShardError if it cannot."""
-    sums = _ask(["sums", str(Path(path).absolute())], path, None)
+    sums = _ask(["sums", str(absolute_path(path))], path, None)
     if not isinstance(sums, dict) or not all(isinstance(number, int) for number in sums.values()):
         raise _failed(path, "an answer that cannot be")
     return sums
@@ -72,7 +72,7 @@ def read(
     values = np.empty(box.shape, dtype=np.dtype(f"u{itemsize}") if itemsize <= 8 else np.dtype((np.void, itemsize)))
     if values.size:
         where = native_names.where(path, route)
-        request = ["read", str(Path(path).absolute()), version, route, dtype_name, swapped, chunk, box.start, box.stop]
+        request = ["read", str(absolute_path(path)), version, route, dtype_name, swapped, chunk, box.start, box.stop]
         _ask(request, where, memoryview(values.reshape(-1).view(np.uint8).data))
     return values
 

@@ -1,0 +1,421 @@
+"""Read objects of a store as files are read (`ObjectFile`), and ahead of their use (`ReadAhead`).
+
+The structure of a file is read in few trips: its first and last bytes with one request each, other parts in blocks
+that are kept. Payloads are fetched by `ReadAhead` in the order of a plan, several blocks at a time.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from bisect import bisect_right, insort
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reshard_mpi.filesystem import object_listing, object_store
+from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, read_range
+from reshard_mpi.filesystem.paths import is_object_path
+from reshard_mpi.filesystem.source_files import FileVersion, SourceFile
+from reshard_mpi.text import KIB, MIB
+
+if TYPE_CHECKING:
+    from mmap import mmap
+
+# What is read with the first request for a part of a file's structure: at its beginning, at its end, and elsewhere.
+_HEAD_BYTES, _TAIL_BYTES, _GRAIN_BYTES = 256 * KIB, 64 * KIB, 4 * KIB
+# Longer reads are of payload, and are not kept.
+_MOST_KEPT_BYTES = MIB
+_ALL_KEPT_BYTES = 32 * MIB
+# How many requests are under way at once.
+_UNDER_WAY = 8
+# How much of a structure is fetched at once that a format says it is going to read.
+_MOST_FORESEEN_BYTES = 8 * MIB
+# Ranges with smaller gaps than this are fetched as one, which costs less than another request; a longer one is cut.
+_GAP_BYTES, _BLOCK_BYTES = 64 * KIB, 8 * MIB
+# How far a plan is looked ahead to put small ranges together.
+_FORESEEN_BYTES, _MOST_WAITING = 16 * MIB, 1024
+# Memory for what is read ahead.
+AHEAD_BYTES = 32 * MIB
+
+
+class _KeptBytes:
+    """Parts of one object that have been read, ascending. Threads may use it at the same time."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self._starts: list[int] = []
+        self._parts: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+
+    def add(self, start: int, content: bytes) -> None:
+        """Keep bytes from `start` on; if there is too much by now, forget all others."""
+        with self._lock:
+            if self.size_bytes + len(content) > _ALL_KEPT_BYTES:
+                self._starts, self._parts, self.size_bytes = [], {}, 0
+            known_bytes = len(self._parts.get(start, b""))
+            if start not in self._parts:
+                insort(self._starts, start)
+            if len(content) > known_bytes:
+                self._parts[start] = content
+                self.size_bytes += len(content) - known_bytes
+
+    def content(self, offset: int, end: int) -> bytes:
+        """Return bytes from `offset` on, up to `end` or to the first that has not been read."""
+        pieces = []
+        with self._lock:
+            for number in range(max(bisect_right(self._starts, offset) - 1, 0), len(self._starts)):
+                start = self._starts[number]
+                part = self._parts[start]
+                if start > offset or offset >= end:
+                    break
+                if offset < start + len(part):
+                    pieces.append(part[offset - start : end - start])
+                    offset += len(pieces[-1])
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+class _KeptObjects:
+    """What is kept of objects, the one that was read last at the end."""
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[tuple[ObjectPlace, ObjectState], _KeptBytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, place: ObjectPlace, state: ObjectState) -> _KeptBytes:
+        """Return what is kept of an object; of those that were read longest ago, if all is too much, nothing is."""
+        with self._lock:
+            kept = self._of.setdefault((place, state), _KeptBytes())
+            self._of.move_to_end((place, state))
+            while len(self._of) > 1 and sum(each.size_bytes for each in self._of.values()) > _ALL_KEPT_BYTES:
+                self._of.popitem(last=False)
+            return kept
+
+
+_KEPT = _KeptObjects()
+# A thread of the parent may hold a lock while it forks.
+os.register_at_fork(after_in_child=_KEPT.__init__)  # type: ignore[misc]
+
+
+class ObjectFile(SourceFile):
+    """An object that is read as a file is. Every request asks for the very object that was opened."""
+
+    __slots__ = ("_ahead", "_place", "_recent", "_recent_start", "_state")
+
+    def __init__(self, path: str, place: ObjectPlace, state: ObjectState) -> None:
+        self.path = path
+        self.version = version_of_state(state)
+        self.size_bytes = state.size_bytes
+        self._ahead: ReadAhead | None = None
+        self._recent_start, self._recent = 0, memoryview(b"")
+        self._place = place
+        self._state = state
+
+    def close(self) -> None:
+        """Do nothing: connections belong to the process."""
+
+    def read_ahead_by(self, ahead: ReadAhead | None) -> None:
+        self._ahead = ahead
+
+    def version_now(self) -> FileVersion:
+        return version_of_state(object_store.state_of(self._place))
+
+    def read(self, offset: int, length_bytes: int) -> bytes:
+        """Return bytes as `SourceFile.read` does; small parts are kept, for they are asked for again."""
+        end = min(offset + length_bytes, self.size_bytes)
+        if end <= offset:
+            return b""
+        if end - offset > _MOST_KEPT_BYTES:
+            buffer = bytearray(end - offset)
+            self._fetch(offset, memoryview(buffer))
+            return bytes(buffer)
+        kept = _KEPT.of(self._place, self._state)
+        content = kept.content(offset, end)
+        if len(content) == end - offset:
+            return content
+        ((begin, fetched),) = self._fetched([self._grain(offset + len(content), end)])
+        kept.add(begin, fetched)
+        return content + fetched[offset + len(content) - begin : end - begin]
+
+    def will_read(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Fetch parts of the structure at once that are going to be read, each from one byte to another."""
+        kept, missing, size_bytes = _KEPT.of(self._place, self._state), list[tuple[int, int]](), 0
+        for offset, end in sorted(spans):
+            stop = min(end, self.size_bytes)
+            first = offset + len(kept.content(offset, stop))
+            if first >= stop or (missing and stop <= missing[-1][1]):
+                continue
+            begin, stop = self._grain(first, stop)
+            if missing and begin <= missing[-1][1] + _GRAIN_BYTES and stop - missing[-1][0] <= _MOST_KEPT_BYTES:
+                missing[-1] = missing[-1][0], max(missing[-1][1], stop)
+            else:
+                missing.append((begin, stop))
+            size_bytes += stop - begin
+            if size_bytes > _MOST_FORESEEN_BYTES:
+                break
+        for begin, content in self._fetched(missing):
+            kept.add(begin, content)
+
+    def _grain(self, offset: int, end: int) -> tuple[int, int]:
+        """Return the range that is fetched where the bytes from `offset` to `end` are asked for."""
+        if offset < _HEAD_BYTES:
+            return 0, max(end, min(_HEAD_BYTES, self.size_bytes))
+        if end > self.size_bytes - _TAIL_BYTES:
+            return min(offset, max(self.size_bytes - _TAIL_BYTES, 0)), self.size_bytes
+        return offset, min(max(end, offset + _GRAIN_BYTES), self.size_bytes)
+
+    def _fetched(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, bytes]]:
+        """Fetch ranges, several at a time; return where each begins, and its bytes."""
+
+        def fetched(span: tuple[int, int]) -> tuple[int, bytes]:
+            buffer = bytearray(span[1] - span[0])
+            read_range(self._place, self._state, span[0], memoryview(buffer))
+            return span[0], bytes(buffer)
+
+        if len(ranges) < 2:
+            return [fetched(span) for span in ranges]
+        with ThreadPoolExecutor(min(_UNDER_WAY, len(ranges))) as pool:
+            return list(pool.map(fetched, ranges))
+
+    def read_into(self, offset: int, places: Sequence[memoryview]) -> int:
+        done, length = 0, sum(map(len, places))
+        length = max(0, min(length, self.size_bytes - offset))
+        for place in places:
+            wanted = place[: length - done]
+            if wanted:
+                self._read_part(offset + done, wanted)
+                done += len(wanted)
+        return done
+
+    def _read_part(self, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer from what was read ahead, from what is kept, or from the store."""
+        while buffer and self._ahead is not None:
+            count = self._ahead.take(self, offset, buffer)
+            if not count:
+                break
+            offset += count
+            buffer = buffer[count:]
+        if not buffer:
+            return
+        begin = offset - self._recent_start
+        if 0 <= begin < len(self._recent):
+            piece = self._recent[begin : begin + len(buffer)]
+            buffer[: len(piece)] = piece
+            offset, buffer = offset + len(piece), buffer[len(piece) :]
+            if not buffer:
+                return
+            self._recent_start, self._recent = offset, memoryview(b"")
+        # A read that goes on where the one before has ended is one of many: more is fetched than it asks for.
+        is_next = offset == self._recent_start and offset > 0
+        self._recent_start, self._recent = offset + len(buffer), memoryview(b"")
+        if is_next and len(buffer) < _BLOCK_BYTES:
+            block = memoryview(bytearray(min(_BLOCK_BYTES, self.size_bytes - offset)))
+            self._fetch(offset, block)
+            buffer[:] = block[: len(buffer)]
+            self._recent_start, self._recent = offset, block
+        elif len(buffer) <= _GRAIN_BYTES:
+            buffer[:] = self.read(offset, len(buffer))
+        else:
+            self._fetch(offset, buffer)
+
+    def _fetch(self, offset: int, buffer: memoryview) -> None:
+        """Fill a long buffer from the store, several blocks at a time."""
+        if len(buffer) <= _BLOCK_BYTES:
+            read_range(self._place, self._state, offset, buffer)
+            return
+        starts = range(0, len(buffer), _BLOCK_BYTES)
+        with ThreadPoolExecutor(min(_UNDER_WAY, len(starts))) as pool:
+            parts = (buffer[start : start + _BLOCK_BYTES] for start in starts)
+            for _ in pool.map(
+                lambda start, part: read_range(self._place, self._state, offset + start, part), starts, parts
+            ):
+                pass
+
+    def fetch(self, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer from the store, whatever is kept. Raises as `object_store.asked` does."""
+        read_range(self._place, self._state, offset, buffer)
+
+    def map(self, offset: int, length_bytes: int) -> mmap:
+        """Read bytes into memory of its own, in the place of a map."""
+        import mmap
+
+        if offset + length_bytes > self.size_bytes:
+            raise ValueError("the object ends before")
+        memory = mmap.mmap(-1, length_bytes)
+        with memoryview(memory) as view:
+            self._read_part(offset, view)
+        return memory
+
+    def copy_into(self, target: int, offset: int, target_offset: int, length_bytes: int) -> int:
+        """Raise the OSError of file systems that do not copy between each other."""
+        raise OSError(errno.EXDEV, "an object is not copied by the kernel", self.path)
+
+    def advise_random(self) -> None:
+        """Do nothing: only what is asked for is fetched."""
+
+    def advise(self, offset: int, length_bytes: int) -> None:
+        """Do nothing: `ReadAhead` knows the plan."""
+
+
+def version_of_state(state: ObjectState) -> FileVersion:
+    """Return the version of an object as files have one: a tag of its content is in the place of an inode."""
+    return FileVersion(state.inode, state.size_bytes, state.modified_ns, 1, 0)
+
+
+def open_object(path: str) -> ObjectFile:
+    """Open the object at an address. Raises OSError if there is none, StoreError if it cannot be asked for."""
+    place = ObjectPlace.of(path)
+    state = object_listing.state_of(place)
+    if state is None:
+        kind, number = (
+            (IsADirectoryError, errno.EISDIR) if object_listing.is_folder(place) else (FileNotFoundError, errno.ENOENT)
+        )
+        raise kind(number, "no object is called so", str(place))
+    return ObjectFile(path, place, state)
+
+
+class _Block(NamedTuple):
+    """A part of an object that is fetched, or being fetched."""
+
+    number: int  # in the order of the plan
+    buffer: memoryview
+    fetching: Future[None]
+
+
+class ReadAhead:
+    """Fetches ranges of objects before they are asked for, in the order in which they will be."""
+
+    def __init__(self, ranges: Iterable[tuple[str, int, int]], room_bytes: int = AHEAD_BYTES) -> None:
+        """ranges: (path, offset, length), in the order of their use, as a plan has them; those of files are left out.
+
+        Args:
+            room_bytes: memory for blocks, fetched or on their way.
+        """
+        self._coming = blocks_of(ranges)
+        self._room_bytes = room_bytes
+        self._pool = ThreadPoolExecutor(min(_UNDER_WAY, max(1, room_bytes // _BLOCK_BYTES)))
+        self._blocks: OrderedDict[tuple[str, int], _Block] = OrderedDict()
+        self._starts: dict[str, list[int]] = {}
+        self._files: dict[str, ObjectFile] = {}
+        self._used: dict[str, int] = {}  # the number of the block of each file that was used last
+        self._served: dict[tuple[str, int], int] = {}
+        self._held_bytes = self._count = 0
+        self._next: tuple[str, int, int] | None = next(self._coming, None)
+
+    def close(self) -> None:
+        """Wait for what is under way, and forget all."""
+        self._next = None
+        self._pool.shutdown(cancel_futures=True)
+        self._blocks.clear()
+
+    def take(self, file: ObjectFile, offset: int, buffer: memoryview) -> int:
+        """Fill the beginning of a buffer; return how many bytes, 0 if they are not among what is fetched ahead.
+
+        Raises as `object_store.asked` does.
+        """
+        key = self._found(file.path, offset)
+        if key is None and self._next is not None and self._is_coming(file.path, offset):
+            key = self._found(file.path, offset)
+        if key is None:
+            self._top_up()
+            return 0
+        block = self._blocks[key]
+        block.fetching.result()
+        begin = offset - key[1]
+        count = min(len(buffer), len(block.buffer) - begin)
+        buffer[:count] = block.buffer[begin : begin + count]
+        self._served[key] = self._served.get(key, 0) + count
+        self._used[file.path] = max(self._used.get(file.path, 0), block.number)
+        if self._served[key] >= len(block.buffer):
+            self._drop(key)
+        self._top_up()
+        return count
+
+    def _found(self, path: str, offset: int) -> tuple[str, int] | None:
+        """Return the block that has this byte of a file."""
+        starts = self._starts.get(path, [])
+        number = bisect_right(starts, offset) - 1
+        if number < 0:
+            return None
+        key = path, starts[number]
+        return key if offset < key[1] + len(self._blocks[key].buffer) else None
+
+    def _is_coming(self, path: str, offset: int) -> bool:
+        """Fetch on until a block with this byte is among what is fetched; False if all room would be gone through."""
+        budget = self._room_bytes
+        while self._next is not None and budget > 0:
+            next_path, start, length = self._next
+            budget -= length
+            self._make_room(length, forced=True)
+            self._submit()
+            if next_path == path and start <= offset < start + length:
+                return True
+        return False
+
+    def _top_up(self) -> None:
+        while self._next is not None and self._make_room(self._next[2], forced=False):
+            self._submit()
+
+    def _make_room(self, length: int, *, forced: bool) -> bool:
+        """Drop blocks whose file is read further on, and, if `forced`, the oldest; tell whether there is room."""
+        for key, block in list(self._blocks.items()):
+            if self._held_bytes + length <= self._room_bytes:
+                return True
+            if forced or (key in self._served and block.number < self._used.get(key[0], 0) - _UNDER_WAY):
+                self._drop(key)
+        return self._held_bytes + length <= self._room_bytes or not self._blocks
+
+    def _submit(self) -> None:
+        assert self._next is not None
+        path, start, length = self._next
+        self._next = next(self._coming, None)
+        if (path, start) in self._blocks:
+            return
+        file = self._files.get(path)
+        if file is None:
+            file = self._files[path] = open_object(path)
+        buffer = memoryview(bytearray(length))
+        block = _Block(self._count, buffer, self._pool.submit(file.fetch, start, buffer))
+        self._blocks[path, start] = block
+        insort(self._starts.setdefault(path, []), start)
+        self._held_bytes += length
+        self._count += 1
+
+    def _drop(self, key: tuple[str, int]) -> None:
+        block = self._blocks.pop(key)
+        block.fetching.cancel()
+        self._starts[key[0]].remove(key[1])
+        self._served.pop(key, None)
+        self._held_bytes -= len(block.buffer)
+
+
+def blocks_of(ranges: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, int, int]]:
+    """Yield the blocks in which ranges are fetched: those with small gaps between them as one, long ones cut.
+
+    Blocks come in the order in which they are first used, as far as that is looked ahead.
+    """
+    waiting: deque[list[Any]] = deque()  # [path, first byte, the one after the last]
+    growing: dict[str, list[Any]] = {}  # by path, the block that the next range may be added to
+    waiting_bytes = 0
+    for path, offset, length in ranges:
+        if not is_object_path(path):
+            continue
+        end, block = offset + length, growing.get(path)
+        if block is not None and block[1] <= offset <= block[2] + _GAP_BYTES and end - block[1] <= _BLOCK_BYTES:
+            waiting_bytes += max(0, end - block[2])
+            block[2] = max(block[2], end)
+            continue
+        for begin in range(offset, end, _BLOCK_BYTES):
+            block = growing[path] = [path, begin, min(end, begin + _BLOCK_BYTES)]
+            waiting.append(block)
+        waiting_bytes += length
+        while len(waiting) > 1 and (waiting_bytes > _FORESEEN_BYTES or len(waiting) > _MOST_WAITING):
+            path, begin, end = waiting.popleft()
+            if growing.get(path) == [path, begin, end]:
+                del growing[path]
+            waiting_bytes -= end - begin
+            yield path, begin, end - begin
+    for path, begin, end in waiting:
+        yield path, begin, end - begin

@@ -1,0 +1,227 @@
+"""Answer what lies where in an object store, as if prefixes were folders (`kind_of`, `children`, `state_of`).
+
+A folder that is asked about is listed with all that lies below it, once for a command, and told to the other processes
+of a run (`known`, `learn`): thousands of processes that list at once are refused by a store, and an answer that is
+missing must not pass for an empty folder.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from typing import NamedTuple
+
+from reshard_mpi.errors import SourceError
+from reshard_mpi.filesystem import object_store
+from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, listing
+
+# Pages of a listing of all that lies below a folder; one with more is listed folder by folder, as it is asked about.
+_MOST_PAGES = 20
+
+# The names in a folder; the state of an object, None for a folder.
+Children = dict[str, ObjectState | None]
+
+
+class ListedFolders(NamedTuple):
+    """What is known of buckets. Plain values, so that one process can tell the others."""
+
+    folders: dict[ObjectPlace, Children]  # by their places
+    whole: set[ObjectPlace]  # of which all that lies below is known
+    objects: dict[ObjectPlace, ObjectState]  # that were asked about singly
+
+
+class _Listings:
+    """What this process has listed."""
+
+    def __init__(self) -> None:
+        self.known = ListedFolders({}, set(), {})
+        self.renew_lock()
+
+    def renew_lock(self) -> None:
+        self.lock = threading.RLock()
+
+
+_LISTINGS = _Listings()
+# A thread of the parent may hold the lock while it forks.
+os.register_at_fork(after_in_child=_LISTINGS.renew_lock)
+
+
+def forget() -> None:
+    """Forget all that has been listed: a new command looks again."""
+    with _LISTINGS.lock:
+        for part in _LISTINGS.known:
+            part.clear()
+
+
+def known() -> ListedFolders:
+    """Return all that has been listed."""
+    return _LISTINGS.known
+
+
+def learn(listed: ListedFolders) -> None:
+    """Take over what another process has listed."""
+    with _LISTINGS.lock:
+        _LISTINGS.known.folders.update(listed.folders)
+        _LISTINGS.known.whole.update(listed.whole)
+        _LISTINGS.known.objects.update(listed.objects)
+
+
+def look(path: str) -> None:
+    """List what lies at an address, an object or a folder. Raises as `object_store.asked` does."""
+    _kind(ObjectPlace.of(path))
+
+
+def is_folder(place: ObjectPlace) -> bool:
+    """Tell whether objects lie below a place. Raises as `object_store.asked` does."""
+    return _kind(place) is _FOLDER
+
+
+def state_of(place: ObjectPlace) -> ObjectState | None:
+    """Return the object at a place as it was listed; None if there is none. Raises as `object_store.asked` does."""
+    kind = _kind(place)
+    return kind if isinstance(kind, ObjectState) else None
+
+
+def children(place: ObjectPlace) -> Children:
+    """Return what lies in a folder, by name.
+
+    Raises FileNotFoundError if it is none, and as `object_store.asked` does.
+    """
+    with _LISTINGS.lock:
+        found = _folder(place)
+    if not found and place.key:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(place))
+    return found
+
+
+class _Folder:
+    """Stands for a folder among the kinds of what lies at a place."""
+
+
+_FOLDER = _Folder()
+
+
+def _kind(place: ObjectPlace) -> ObjectState | _Folder | None:
+    """Return what lies at a place: an object, a folder, or nothing."""
+    if not place.key:
+        return _FOLDER
+    with _LISTINGS.lock:
+        if place in _LISTINGS.known.objects:
+            return _LISTINGS.known.objects[place]
+        above, _, name = place.key.rpartition("/")
+        siblings = _known_folder(ObjectPlace(place.bucket, above))
+        if siblings is None and _known_folder(place):
+            return _FOLDER
+        if siblings is None:
+            return _look(place)
+        if name not in siblings:
+            return None
+        return siblings[name] or _FOLDER
+
+
+def _look(place: ObjectPlace) -> ObjectState | _Folder | None:
+    """Ask the store what lies at a place of which nothing is known; a folder is listed."""
+    state, has_below = None, False
+    for page in listing(place, place.key, by_folder=True):
+        state = page.objects.get(place.key, state)
+        has_below = has_below or f"{place.key}/" in page.folders
+        if max((*page.objects, *page.folders), default="") > f"{place.key}/":
+            break
+    if state is not None and has_below:
+        raise _both(place)
+    if state is not None:
+        _LISTINGS.known.objects[place] = state
+        return state
+    return _FOLDER if has_below and _folder(place) else None
+
+
+def _both(place: ObjectPlace) -> SourceError:
+    return SourceError(
+        "an object and a folder have the same name",
+        expected="names that files could have",
+        got=f"{place} and {place}/...",
+        where=str(place),
+        remedy="remove one of them",
+    )
+
+
+def _known_folder(place: ObjectPlace) -> Children | None:
+    """Return what is known to lie in a folder, nothing of one that is not there; None if nothing is known of it."""
+    found = _LISTINGS.known.folders.get(place)
+    if found is None and any(
+        place.bucket == whole.bucket and (not whole.key or f"{place.key}/".startswith(f"{whole.key}/"))
+        for whole in _LISTINGS.known.whole
+    ):
+        return {}
+    return found
+
+
+def _folder(place: ObjectPlace) -> Children:
+    """Return what lies in a folder, listed if need be."""
+    found = _known_folder(place)
+    if found is not None:
+        return found
+    prefix = f"{place.key}/" if place.key else ""
+    listed: dict[ObjectPlace, Children] = {place: {}}
+    for number, page in enumerate(listing(place, prefix, by_folder=False)):
+        if number == _MOST_PAGES:
+            return _one_folder(place, prefix)
+        for key, state in page.objects.items():
+            _add(listed, place, key, state)
+    _LISTINGS.known.folders.update(listed)
+    _LISTINGS.known.whole.add(place)
+    return listed[place]
+
+
+def _one_folder(place: ObjectPlace, prefix: str) -> Children:
+    """Return what lies in a folder that has too much below it to be listed whole."""
+    listed: dict[ObjectPlace, Children] = {place: {}}
+    for page in listing(place, prefix, by_folder=True):
+        for key, state in page.objects.items():
+            _add(listed, place, key, state)
+        for folder in page.folders:
+            _add(listed, place, f"{folder}/", None)
+    _LISTINGS.known.folders[place] = listed[place]
+    return listed[place]
+
+
+def _add(listed: dict[ObjectPlace, Children], top: ObjectPlace, key: str, state: ObjectState | None) -> None:
+    """Add an object to the folders that its name leads through, from `top` on.
+
+    An empty object whose name ends in a slash marks a folder. Raises SourceError for a name that no path has.
+    """
+    parts = key[len(top.key) :].strip("/").split("/") if key.endswith("/") else key[len(top.key) :].split("/")
+    if top.key and not key.endswith("/"):
+        parts = parts[1:]  # the slash behind the folder
+    if parts == [""]:
+        return  # the mark of the folder itself
+    if any(part in ("", ".", "..") for part in parts):
+        raise SourceError(
+            "an object has a name that no file can have",
+            expected="names between slashes that are neither empty nor dots",
+            got=repr(key),
+            where=str(top),
+            remedy="rename it, or move the checkpoint to a prefix of its own",
+        )
+    folder = top
+    for name in parts[:-1]:
+        if isinstance(listed[folder].setdefault(name, None), ObjectState):
+            raise _both(_below(folder, name))
+        folder = _below(folder, name)
+        listed.setdefault(folder, {})
+    if key.endswith("/"):
+        if isinstance(listed[folder].setdefault(parts[-1], None), ObjectState):
+            raise _both(_below(folder, parts[-1]))
+        listed.setdefault(_below(folder, parts[-1]), {})
+    elif listed[folder].setdefault(parts[-1], state) is None:
+        raise _both(_below(folder, parts[-1]))
+
+
+def _below(folder: ObjectPlace, name: str) -> ObjectPlace:
+    return ObjectPlace(folder.bucket, f"{folder.key}/{name}" if folder.key else name)
+
+
+def now(place: ObjectPlace) -> ObjectState:
+    """Return an object as it is at this moment, whatever was listed. Raises as `object_store.asked` does."""
+    return object_store.state_of(place)
