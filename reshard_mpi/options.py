@@ -354,6 +354,7 @@ OPTIONS = {
         Option("part", PART, "I/N|auto/N", is_of_task=True),
         Option("resume", FLAG, default=False, is_of_task=True),
         Option("overwrite", FLAG, default=False),
+        Option("single_writer", FLAG, default=False),
         Option("verify", FLAG, default=False),
         Option("strict", FLAG, default=False, is_recorded=True),
         Option("replicas", one_of("any", "sample", "check"), default="sample"),

@@ -67,6 +67,7 @@ def transform(
     part: tuple[int, int] | str | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    single_writer: bool = False,
     unlisted: str = "follow",
     strict: bool = False,
     replicas: str = "sample",

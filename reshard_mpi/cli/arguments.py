@@ -335,6 +335,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     again = files.add_mutually_exclusive_group()
     add(again, "resume", "skip targets this same run has completed")
     add(again, "overwrite", "replace targets that are there, one by one")
+    add(files, "single_writer", "nobody else writes there: for an object store that does not keep conditions")
     frameworks = parser.add_argument_group("for what DeepSpeed and Megatron are to load")
     add(frameworks, "dp", "how many data-parallel ranks the files are for, with --to deepspeed")
     add(frameworks, "zero_stage", "which stage of ZeRO they are of, with --to deepspeed: 1, 2 or 3")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from reshard_mpi.filesystem.object_files import ReadAhead
 
 OnBytes = Callable[[int], None]
+OnFinal = Callable[[int, int], None]
 
 # Far below the usual limit of 1024 descriptors; a target rarely reads from more files than this at once.
 _MAX_OPEN_FILES = 128
@@ -69,11 +70,20 @@ class Files:
     Attributes:
         on_bytes: called with the number of target bytes just written.
         target: descriptor that is open for writing (and for reading, if `read_target` is called); the caller closes it.
+        on_final: told the first byte and the length of each part of the target that is complete; parts come once.
         is_sparing: whether as little as possible is read of sources besides what is asked for; else the kernel reads
             ahead, and short runs are read with what lies between them.
     """
 
-    def __init__(self, on_bytes: OnBytes = lambda _: None, target: int = -1, *, is_sparing: bool = False) -> None:
+    def __init__(
+        self,
+        on_bytes: OnBytes = lambda _: None,
+        target: int = -1,
+        *,
+        on_final: OnFinal | None = None,
+        is_sparing: bool = False,
+    ) -> None:
+        self.on_final = on_final
         self.is_sparing = is_sparing
         self._sources: OrderedDict[str, SourceFile] = OrderedDict()
         self._target = target
@@ -261,6 +271,7 @@ class Files:
                     count = source.copy_into(self._target, source_offset, target_offset, min(left, _MAX_CALL_BYTES))
                     if count == 0:
                         raise _became_shorter(ByteRange(runs.source, source_offset, left))
+                    self.final(target_offset, count)
                     left -= count
                     source_offset += count
                     target_offset += count
@@ -286,6 +297,12 @@ class Files:
             count = min(len(buffer), length_bytes - done)
             self.read_into(ByteRange(runs.source, source_offset + done, count), buffer[:count])
             self.write(ByteRange(runs.target, target_offset + done, count), buffer[:count])
+            self.final(target_offset + done, count)
+
+    def final(self, offset: int, length_bytes: int) -> None:
+        """Take note that these bytes of the target are complete. Raises what `on_final` raises."""
+        if self.on_final is not None:
+            self.on_final(offset, length_bytes)
 
     def _wrote(self, count_bytes: int) -> None:
         self.traffic.written_bytes += count_bytes

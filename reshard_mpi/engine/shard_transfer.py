@@ -13,7 +13,7 @@ from functools import partial
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard_mpi.engine.open_files import Files, OnBytes, Traffic
+from reshard_mpi.engine.open_files import Files, OnBytes, OnFinal, Traffic
 from reshard_mpi.engine.read import Stream, byte_runs, element_blocks, fill, takes_numpy
 from reshard_mpi.filesystem.paths import is_object_path
 from reshard_mpi.formats.locations import ByteRanges, Location
@@ -99,7 +99,14 @@ FillBlock = Callable[[Copy, Box, memoryview], None]
 
 
 def write_shard(
-    plan: RankPlan, target: Manifest, descriptor: int, *, span: Span | None, limits: Limits, on_bytes: OnBytes
+    plan: RankPlan,
+    target: Manifest,
+    descriptor: int,
+    *,
+    span: Span | None,
+    limits: Limits,
+    on_bytes: OnBytes,
+    on_final: OnFinal | None = None,
 ) -> Traffic:
     """Write every tensor of `plan` to the ranges that `target` reserved, and return how many bytes were moved.
 
@@ -107,12 +114,13 @@ def write_shard(
         descriptor: of the target file, open for reading and writing.
         span: write only this range of the file, while other processes write the rest; None: all of it.
         on_bytes: called with the number of target bytes just written.
+        on_final: called with the first byte and the length of each part of the file as soon as it is complete.
 
     Raises ShardError if a source cannot be read, OSError if the target cannot be written.
     """
     buffer = memoryview(bytearray(limits.buffer_bytes))
     tensors = plan.tensors
-    with Files(on_bytes, descriptor) as files:
+    with Files(on_bytes, descriptor, on_final=on_final) as files:
         if any(is_object_path(route.tensors.path) for group in tensors.groups for route in group.routes):
             from reshard_mpi.engine.source_ranges import source_ranges
 
@@ -121,10 +129,21 @@ def write_shard(
         for first, last, is_small in batches.stretches() if batches else [(0, len(tensors), False)]:
             if batches and is_small:
                 batches.move(files, first, last, buffer)
+                for tensor in (tensors[number] for number in range(first, last) if on_final is not None):
+                    content = target.tensors[tensor.spec.name].source
+                    assert isinstance(content, ByteRanges)
+                    place = Stream(content)
+                    _finish(files, place, place.within(span))
             else:
                 stretch = (tensors[number] for number in range(first, last))
                 _write_each(files, _parts_within(stretch, target, span), target, buffer, limits)
         return files.traffic
+
+
+def _finish(files: Files, place: Stream, span: Span) -> None:
+    """Take note that the bytes `span` of a tensor are complete."""
+    for part in place.parts(span[0], span[1] - span[0]):
+        files.final(part.offset_bytes, part.length_bytes)
 
 
 def _batches(tensors: PlannedTensors, target: Manifest, span: Span | None, limits: Limits) -> Batches | None:
@@ -152,6 +171,7 @@ def _write_each(
 
             tiles = tiles or Tiles(files, limits)
             tiles.write(tensor, part.place, part.span)
+            _finish(files, part.place, part.span)
         elif _is_copied(tensor):
             _copy_runs(files, tensor, part.place, part.span, buffer)
         elif _is_scattered(tensor):
@@ -300,4 +320,5 @@ def _fill_blocks(
         done, end = max(span[0] - offset, 0), min(span[1] - offset, length)
         for target in place.parts(offset + done, end - done):
             files.write(target, buffer[done : done + target.length_bytes])
+            files.final(target.offset_bytes, target.length_bytes)
             done += target.length_bytes

@@ -54,6 +54,52 @@ def forget() -> None:
             part.clear()
 
 
+def forget_below(place: ObjectPlace) -> None:
+    """Forget what has been listed of a place and below it, or of more than that: others may write there."""
+    with _LISTINGS.lock:
+        known = _LISTINGS.known
+        beginning = f"{place.key}/" if place.key else ""
+        for part in known:
+            for other in [other for other in part if other.bucket == place.bucket]:
+                is_above = not other.key or f"{place.key}/".startswith(f"{other.key}/")
+                if is_above or f"{other.key}/".startswith(beginning):
+                    part.discard(other) if isinstance(part, set) else part.pop(other)
+
+
+def add(place: ObjectPlace, state: ObjectState) -> None:
+    """Take note of an object that this process has written."""
+    _note(place, state)
+
+
+def take_away(place: ObjectPlace) -> None:
+    """Take note that this process has removed an object."""
+    _note(place, None)
+
+
+def _note(place: ObjectPlace, state: ObjectState | None) -> None:
+    """Change what is known of the folders that an object lies in."""
+    with _LISTINGS.lock:
+        _LISTINGS.known.objects.pop(place, None)
+        known = _LISTINGS.known.folders
+        above, _, name = place.key.rpartition("/")
+        folder = ObjectPlace(place.bucket, above)
+        children = _known_folder(folder)
+        if children is None:
+            return
+        if state is None:
+            children.pop(name, None)  # a folder that becomes empty is one that nothing lies in
+            return
+        known.setdefault(folder, children)[name] = state
+        while folder.key:
+            above, _, name = folder.key.rpartition("/")
+            parent = ObjectPlace(folder.bucket, above)
+            siblings = _known_folder(parent)
+            if siblings is None:
+                break
+            known.setdefault(parent, siblings).setdefault(name, None)
+            folder = parent
+
+
 def known() -> ListedFolders:
     """Return all that has been listed."""
     return _LISTINGS.known

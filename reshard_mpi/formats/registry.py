@@ -78,6 +78,7 @@ class FormatInfo(NamedTuple):
     describes_itself: bool = False  # a shard states its rank and how its checkpoint is sharded
     has_crc: bool = False  # a shard can be sealed with a checksum of the whole file
     crc_counts_scalars: bool = False  # which counts scalars of whole numbers (see `manifest.is_in_crc`)
+    sums_payloads: bool = False  # sealing a shard reads its payloads, whatever is asked for
     keeps_sums: bool = False  # a shard has a place for sums of its tensors
     keeps_strings: bool = True  # it has a place for strings
     shares_blocks: bool = False  # large tensors are aligned so that file systems can share their blocks
@@ -220,6 +221,7 @@ _BUILT_IN = (
         written_tensor_bytes=2 * KIB,
         library_bytes=2 * MIB,
         title="torch checkpoint",
+        sums_payloads=True,
         has_branches=True,
         describes_itself=True,
         has_crc=True,
@@ -232,6 +234,7 @@ _BUILT_IN = (
         written_tensor_bytes=4 * KIB,
         library_bytes=2 * MIB,
         title="DeepSpeed checkpoint",
+        sums_payloads=True,
         parts=re.compile(
             r"((bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+(_model|_?optim)_states\.pt"
             r"|layer_\d+(-model_\d+)?-model_states\.pt|(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt"

@@ -21,7 +21,8 @@ from typing import NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, TargetError, TransformError
 from reshard_mpi.filesystem.folders import Folder, closing, holders, open_lock, try_lock
-from reshard_mpi.filesystem.paths import require_replaceable
+from reshard_mpi.filesystem.paths import is_object_path, require_replaceable
+from reshard_mpi.filesystem.source_files import names, version_of
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.file_ownership import (
     NOT_WRITTEN,
@@ -43,7 +44,7 @@ from reshard_mpi.journal.run_records import (
     keep_times,
     run_to_commit,
 )
-from reshard_mpi.journal.target_folders import target_folder
+from reshard_mpi.journal.target_folders import target_folder, uncommit
 from reshard_mpi.journal.target_journal import COMMIT_LOCK
 from reshard_mpi.journal.target_records import TargetRecord
 from reshard_mpi.planning.shared_facts import differing_stages, require_one_checkpoint, require_same_names
@@ -80,7 +81,7 @@ class EarlierTarget(NamedTuple):
         """Return a complete target of the run in `folder`, the first whose record is small; None if there is none."""
         for rank in recorded_ranks(folder / STATE):
             with contextlib.suppress(OSError):  # it is being replaced
-                if record_path(folder / STATE, rank).stat().st_size > _MOST_READ_EARLY_BYTES:
+                if version_of(record_path(folder / STATE, rank)).size_bytes > _MOST_READ_EARLY_BYTES:
                     continue
                 record = complete_record(folder, identity, rank)
                 if isinstance(record, TargetRecord):
@@ -116,7 +117,7 @@ def commit_if_complete(
     if not are_all_made and not _are_all_recorded(folder / STATE, identity.target_ranks, made_here):
         return Differences()
     with opened_to_commit(folder) as opened:
-        if not try_lock(opened.lock, fcntl.LOCK_EX):
+        if not opened.try_lock():
             by_another = f"{folder} is left to another process to commit, which is at work there"
             return Differences(notes=(by_another,) if are_all_made else ())
         records = []
@@ -143,7 +144,7 @@ def commit(folder: Path) -> Committed:
     require_replaceable(folder / COMMIT_RECORD, "the commit record")
     deadline = time.monotonic() + _WAIT_SECONDS
     with opened_to_commit(folder) as opened:
-        while not try_lock(opened.lock, fcntl.LOCK_EX):
+        while not opened.try_lock():
             _require_complete(folder, run_to_commit(folder), "; a process is writing some of them now")
             if time.monotonic() >= deadline:
                 raise TargetError(
@@ -193,15 +194,28 @@ def recorded_targets(folder: Path, identity: RunIdentity) -> dict[int, TargetRec
 
 
 class _LockedFolder(NamedTuple):
-    """The open target folder, the open folder of its state, and the descriptor of the lock for committing."""
+    """The open target folder, the open folder of its state, and the descriptor of the lock for committing.
+
+    An object store has no locks (-1).
+    """
 
     folder: Folder
     state: Folder
     lock: int
 
+    def try_lock(self) -> bool:
+        """Take the lock if nobody else has it; tell whether it was taken."""
+        return self.lock < 0 or try_lock(self.lock, fcntl.LOCK_EX)
+
 
 @contextlib.contextmanager
 def opened_to_commit(path: Path) -> Iterator[_LockedFolder]:
+    if is_object_path(path):
+        from reshard_mpi.filesystem.object_folders import listed_anew
+
+        prefix = listed_anew(path)
+        yield _LockedFolder(prefix, prefix.inner(STATE), -1)
+        return
     with (
         Folder.open(path) as folder,
         folder.inner(STATE) as state,
@@ -261,7 +275,20 @@ def commit_locked(
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in index.items()}
     keep_times(opened.state, identity.digest, times_ns)
     publish_text(opened.folder, COMMIT_RECORD, _as_text(begun, records, sums, digests))
+    if opened.lock < 0:
+        _require_still_complete(opened, identity, records)
     return Committed(folder / COMMIT_RECORD, len(records), size_bytes, remarks)
+
+
+def _require_still_complete(opened: _LockedFolder, identity: RunIdentity, records: Sequence[TargetRecord]) -> None:
+    """Withdraw a commit, where nothing is locked, if a target was replaced meanwhile. Raises TransformError then."""
+    from reshard_mpi.filesystem.object_folders import listed_anew
+
+    folder = listed_anew(opened.folder.path).path
+    for record in records:
+        if not is_in_place(folder, identity, record.rank, record.file):
+            uncommit(opened.folder, identity.index_files)
+            raise _not_as_made(folder, record.rank, "was replaced while the targets were committed")
 
 
 def _index_files(folder: Path, identity: RunIdentity, records: Sequence[TargetRecord]) -> dict[str, bytes]:
@@ -341,12 +368,12 @@ def _told(identity: RunIdentity, records: Sequence[TargetRecord], already_told: 
 def _are_all_recorded(state: Path, target_ranks: int, made_here: Collection[int]) -> bool:
     """Tell whether all targets have records. Raises TransformError if a target made by this run has none."""
     try:
-        names = {path.name for path in state.iterdir()}
+        listed = set(names(state))
     except FileNotFoundError:
         if made_here:
             raise
         return False
-    unrecorded = [rank for rank in range(target_ranks) if record_path(state, rank).name not in names]
+    unrecorded = [rank for rank in range(target_ranks) if record_path(state, rank).name not in listed]
     for rank in unrecorded:
         if rank in made_here:
             raise _not_as_made(state.parent, rank, NOT_WRITTEN)

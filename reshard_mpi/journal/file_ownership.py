@@ -20,7 +20,16 @@ from reshard_mpi import formats
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder, close, closing, open_lock, try_lock
 from reshard_mpi.filesystem.paths import described
-from reshard_mpi.filesystem.source_files import exists, first_bytes, is_folder, is_taken, names, open_stream, version_of
+from reshard_mpi.filesystem.source_files import (
+    exists,
+    first_bytes,
+    is_file,
+    is_folder,
+    is_taken,
+    names,
+    open_stream,
+    version_of,
+)
 from reshard_mpi.formats.structure import is_file_name
 from reshard_mpi.journal.publication import remove_stale
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, lock_name, record_path, recorded_ranks
@@ -66,10 +75,10 @@ def require_own_target(state: Folder | None, folder: Path, target_rank: int, pat
         _is_explained(record, state, folder, target_rank, path) or _is_noted(state, target_rank, path)
     ):
         return
-    got = f"{path.stat().st_size} bytes of another origin" if path.is_file() else described(path)
+    got = f"{version_of(path).size_bytes} bytes of another origin" if is_file(path) else described(path)
     remedy = f"{_ELSEWHERE}, and --resume makes the target"
-    if record is not None and folder / record.file == path and path.is_file():
-        size_bytes = path.stat().st_size
+    if record is not None and folder / record.file == path and is_file(path):
+        size_bytes = version_of(path).size_bytes
         got = f"{size_bytes} bytes, not the {record.size_bytes} that this run has written"
         if record.modified_ns is not None and _has_lost_its_time(record, path):
             got = f"{size_bytes} bytes that may be those which this run has written, with another time"

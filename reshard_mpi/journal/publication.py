@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import FileIdentity, Folder, close, closing, replaced, try_lock
+from reshard_mpi.filesystem.object_folders import ObjectFolder
 from reshard_mpi.filesystem.source_files import SourceFile
 
 if TYPE_CHECKING:
+    from reshard_mpi.formats.manifest import Manifest
     from reshard_mpi.journal.target_records import TensorSum
 
     Before = Callable[[SourceFile, Sequence[TensorSum], str], None]
@@ -97,6 +99,10 @@ class Publication:
                 return
             close(self.descriptor)
 
+    def stream(self, manifest: Manifest) -> Callable[[int, int], None] | None:
+        """Return what is to be told of complete bytes: nobody."""
+        return None
+
     def publish(self, sums: Sequence[TensorSum] = (), besides: str = "", *, synced: bool = True) -> None:
         """Put the file in place of whatever is there.
 
@@ -161,6 +167,9 @@ def publish_bytes(
     folder: Folder, name: str, content: bytes, *, synced: bool = True, modified_ns: int | None = None
 ) -> None:
     """Write a small file as `publish_text` does."""
+    if isinstance(folder, ObjectFolder):
+        folder.publish(name, content)
+        return
     with Publication(folder, name) as publication:
         with open(publication.descriptor, "wb", closefd=False) as stream:
             stream.write(content)

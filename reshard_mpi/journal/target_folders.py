@@ -10,6 +10,7 @@ from pathlib import Path
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder, Say, make_folders
+from reshard_mpi.filesystem.object_folders import open_folder
 from reshard_mpi.filesystem.paths import described, require_replaceable
 from reshard_mpi.filesystem.source_files import is_taken
 from reshard_mpi.journal.provenance import TargetInputs
@@ -74,7 +75,7 @@ def opened_inner(folder: Path, name: str) -> Iterator[Folder | None]:
     with contextlib.ExitStack() as folders:
         inner = None
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            target = folders.enter_context(Folder.open(folder))
+            target = folders.enter_context(open_folder(folder))
             inner = folders.enter_context(target.inner(name)) if name else target
         yield inner
 

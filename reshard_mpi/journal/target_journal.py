@@ -34,7 +34,7 @@ from reshard_mpi.filesystem.folders import (
     wait_for_lock,
 )
 from reshard_mpi.filesystem.paths import require_replaceable
-from reshard_mpi.filesystem.source_files import SourceFile, is_taken
+from reshard_mpi.filesystem.source_files import SourceFile, is_taken, version_of
 from reshard_mpi.journal.file_ownership import (
     is_in_place,
     leftover_index,
@@ -118,6 +118,10 @@ class Journal:
                     with contextlib.suppress(FileNotFoundError):
                         close(state.open_file(lock, os.O_RDONLY, "a lock"))
         require_replaceable(self.folder / COMMIT_RECORD, "the commit record")
+        self._require_joinable()
+
+    def _require_joinable(self) -> None:
+        """Raise TargetError if the records, the index or the commit record in the folder are not this run's."""
         if self._overwrite:
             return
         run = read_json(run_path(self._state))
@@ -154,7 +158,7 @@ class Journal:
         origin, without --overwrite; if no file can take its name; if a live process is writing it. Raises
         DisagreementError if the target is to be skipped, but was made from sources that have changed.
         """
-        require_place(self.folder, path)
+        self._require_place(path)
         self._refuse_locked(target_rank)
         if self._overwrite or not is_taken(path):
             return False
@@ -162,8 +166,7 @@ class Journal:
         file = path.relative_to(self.folder).as_posix()
         complete = record is not None and is_in_place(self.folder, self.identity, target_rank, file)
         if not complete:
-            with opened_inner(self.folder, STATE) as state:
-                require_own_target(state, self.folder, target_rank, path)
+            self._require_known(target_rank, path)
         if self._resume:
             if complete and record is not None:
                 problem = f"target rank {target_rank} was made from sources that have changed since"
@@ -173,10 +176,19 @@ class Journal:
         raise TargetError(
             f"target rank {target_rank} is there already",
             expected="no file of that name",
-            got=f"{path.stat().st_size} bytes, {origin}",
+            got=f"{version_of(path).size_bytes} bytes, {origin}",
             where=str(path),
             remedy="--resume skips what is complete, --overwrite replaces it",
         )
+
+    def _require_place(self, path: Path) -> None:
+        """Raise TargetError if no file can take the name of a target."""
+        require_place(self.folder, path)
+
+    def _require_known(self, target_rank: int, path: Path) -> None:
+        """Raise TargetError if the file in a target's place is nobody's that the records know."""
+        with opened_inner(self.folder, STATE) as state:
+            require_own_target(state, self.folder, target_rank, path)
 
     def is_verified(self, target_rank: int) -> bool:
         """Tell whether a complete target was compared with its sources when it was made."""

@@ -17,7 +17,7 @@ from zlib import crc32
 
 from reshard_mpi.errors import DamageError
 from reshard_mpi.filesystem.folders import Folder
-from reshard_mpi.filesystem.paths import rank_of_folder
+from reshard_mpi.filesystem.paths import is_object_path, rank_of_folder
 from reshard_mpi.filesystem.source_files import SourceFile, open_file, version_of
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.journal import record_files
@@ -41,7 +41,7 @@ _SUM_DIGITS = 8
 # The head of a record with the longest path, and the bytes that follow it.
 _MAX_HEAD_BYTES = 32 << 10
 _BEHIND_HEAD = b', "read_ranks": '
-_KEPT = ("digest", "rank", "file", "size_bytes", "modified_ns", "announced", "sample")
+_KEPT = ("digest", "rank", "file", "size_bytes", "modified_ns", "announced", "sample", "tag")
 # A sample has as many pages of a file. Any state of a training that goes on changes nearly all pages.
 _SAMPLED_PAGES, _PAGE_BYTES = 32, 4096
 # In which file systems and archives keep times: nanoseconds to two seconds; and what programs lose that keep floats.
@@ -96,6 +96,7 @@ class RecordHead(NamedTuple):
     # place
     announced: tuple[int, int] | None = None
     sample: str | None = None  # the file's `sample_of`; None in records of earlier versions
+    tag: int | None = None  # of an object: the number in the place of an inode, which stands for its content
     # whether the record's own file has that time too, as when it was written: a folder may be copied without times
     has_its_time: bool = False
 
@@ -108,9 +109,11 @@ class RecordHead(NamedTuple):
         version = version_of(path)
         if version.size_bytes != self.size_bytes:
             return False
+        if self.tag is not None and is_object_path(path) and version.inode == self.tag:
+            return True
         if self.announced is not None:
             return self.announced == (version.inode, version.modified_ns)
-        if self.modified_ns is None or version.modified_ns == self.modified_ns:
+        if self.modified_ns is None or (self.tag is None and version.modified_ns == self.modified_ns):
             return True
         if self.has_its_time and not _is_same_time(self.modified_ns, version.modified_ns):
             return False
@@ -150,6 +153,7 @@ class RecordHead(NamedTuple):
             record_files.number(facts["modified_ns"], -MAX_NS, MAX_NS) if "modified_ns" in facts else None,
             _announced(facts["announced"]) if "announced" in facts else None,
             record_files.digest(facts["sample"]) if "sample" in facts else None,
+            record_files.number(facts["tag"]) if "tag" in facts else None,
         )
         if "check" in facts and facts["check"] != head.as_json()["check"]:  # records of earlier versions have none
             raise ValueError("values that have become others")
@@ -175,11 +179,12 @@ class TargetRecord(NamedTuple):
     besides: str = ""
     modified_ns: int | None = None
     sample: str | None = None
+    tag: int | None = None
 
     @property
     def head(self) -> RecordHead:
         begin = self.digest, self.rank, self.file, self.size_bytes
-        return RecordHead(*begin, self.modified_ns, self.announced, self.sample)
+        return RecordHead(*begin, self.modified_ns, self.announced, self.sample, self.tag)
 
     def written_ns(self, path: Path) -> int:
         """Return when the target was written, as nanoseconds since 1970: of records that do not say it, by its file."""
@@ -250,7 +255,7 @@ class TargetRecord(NamedTuple):
         if len({part.name for part in sums}) < len(sums):
             raise ValueError("two sums of one tensor")
         besides = record_files.sha256(facts["besides"]) if "besides" in facts else ""
-        return cls(*head[:4], evidence, sums, head.announced, besides, head.modified_ns, head.sample)
+        return cls(*head[:4], evidence, sums, head.announced, besides, head.modified_ns, head.sample, head.tag)
 
 
 def checked_rank(value: Any) -> int:
@@ -280,11 +285,16 @@ def _is_same_time(recorded_ns: int, found_ns: int) -> bool:
     return any(abs(found_ns - kept_ns) <= _ROUNDED_NS for kept_ns in steps)
 
 
+def sampled_pages(size_bytes: int) -> list[int]:
+    """Return the numbers of the pages of a file of this size that `sample_of` reads, ascending."""
+    last_page = max(size_bytes - 1, 0) // _PAGE_BYTES
+    return sorted({last_page * step // (_SAMPLED_PAGES - 1) for step in range(_SAMPLED_PAGES)})
+
+
 def sample_of(file: SourceFile) -> str:
     """Return a digest of pages of a file, evenly spread over it, with the first and the last. Raises OSError."""
-    last_page = max(file.size_bytes - 1, 0) // _PAGE_BYTES
     sample, page = 0, memoryview(bytearray(_PAGE_BYTES))
-    for number in sorted({last_page * step // (_SAMPLED_PAGES - 1) for step in range(_SAMPLED_PAGES)}):
+    for number in sampled_pages(file.size_bytes):
         sample = crc32(page[: file.read_into(number * _PAGE_BYTES, [page])], sample)
     return f"{sample:08x}"
 

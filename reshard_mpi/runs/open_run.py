@@ -32,6 +32,7 @@ from reshard_mpi.sharding.strategy import Strategy
 if TYPE_CHECKING:
     from reshard_mpi.journal.publication import SharedIndex
     from reshard_mpi.journal.target_folders import Unrecorded
+    from reshard_mpi.processes.comm import Comm
 
 # Planning takes a millisecond and a KiB for each, and no cluster has as many ranks.
 MAX_TARGETS = 1 << 16
@@ -73,7 +74,29 @@ class Run(NamedTuple):
         identity, resume, overwrite = self._identity(), request.resume, request.overwrite
         target = self.conversion.placed_target
         table_of_targets = partial(strategy_table.dumps, target) if self.records_strategy else None
-        return Journal(Path(request.target), identity, resume=resume, overwrite=overwrite, strategy=table_of_targets)
+        folder, state = Path(request.target), {"resume": resume, "overwrite": overwrite}
+        if not is_object_path(folder):
+            return Journal(folder, identity, **state, strategy=table_of_targets)
+        from reshard_mpi.journal.object_journal import ObjectJournal
+
+        return ObjectJournal(
+            folder,
+            identity,
+            **state,
+            strategy=table_of_targets,
+            is_streamed=self.is_streamed,
+            is_single_writer=request.single_writer,
+        )
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether parts of targets are sent to an object store while these are filled: nothing reads them again."""
+        is_read_again = self.request.verify or self.request.crc or formats.info(self.format).sums_payloads
+        return is_object_path(self.request.target) and not is_read_again
+
+    def hosts(self, comm: Comm) -> Sequence[object]:
+        """Return by process what tells the hosts apart whose processes may fill a target together."""
+        return range(comm.size) if is_object_path(self.request.target) else comm.hosts
 
     @property
     def shared_index(self) -> SharedIndex | None:
@@ -283,12 +306,12 @@ def _refuse_overlap(
     """
     if not request.target:
         return
-    if is_object_path(request.target):
+    if is_object_path(request.target) and not request.recorded:
         raise UsageError(
-            "targets are not written to an object store",
-            expected="a folder on a file system",
-            got=request.target,
-            remedy="write them to a file system, and copy them: aws s3 cp --recursive",
+            "targets in an object store are written by runs that keep a record",
+            expected="reshard-mpi transform, or reshard_mpi.transform",
+            got="a function that keeps none",
+            where=request.target,
         )
     if request.target_file is not None:
         refuse_posing(files, Path(request.target_file))

@@ -69,6 +69,7 @@ class Request(NamedTuple):
     part: TargetShare | None = None  # of the targets
     resume: bool = False  # keep complete targets of this same run
     overwrite: bool = False  # replace targets of other runs
+    single_writer: bool = False  # nobody else writes to the target meanwhile, where a store keeps no conditions
     unlisted: Unlisted = Unlisted.FOLLOW  # handling of tensors in no strategy
     strict: bool = False  # refuse where there would be a warning
     recorded: bool = True  # keep a journal in the target folder; without one, existing target files are replaced

@@ -17,6 +17,7 @@ from reshard_mpi.checkpoints.source import MAX_KEPT_BYTES, SourceCheckpoint
 from reshard_mpi.engine.read import takes_numpy
 from reshard_mpi.engine.shard_transfer import are_many, is_gathered, is_transposed
 from reshard_mpi.errors import TargetError
+from reshard_mpi.filesystem.paths import is_object_path
 from reshard_mpi.filesystem.source_files import version_of
 from reshard_mpi.formats.locations import Constant, Dequantized, LibraryRead, Reduced
 from reshard_mpi.formats.manifest import ShardSpec
@@ -63,6 +64,8 @@ class SpaceEstimate:
         Args:
             left_bytes: size of the leftovers.
         """
+        if is_object_path(path):
+            return  # a store has room
         folder = nearest_folder(path.parent)
         mount = self._mounts.get(folder) or self._mounts.setdefault(folder, _mount_of(folder))
         size_bytes = formats.by_name(format_name).size_at_most_bytes(spec, crc=crc) + _KEPT_BYTES_A_TARGET

@@ -12,7 +12,8 @@ from reshard_mpi.checkpoints.branch_names import branch_of_name
 from reshard_mpi.checkpoints.discovery import pointers_in
 from reshard_mpi.checkpoints.shard_files import ShardFiles, both_ways, shards_in, strangers
 from reshard_mpi.errors import TargetError
-from reshard_mpi.filesystem.paths import absolute_path, rank_of_folder, real_path
+from reshard_mpi.filesystem.paths import absolute_path, is_object_path, rank_of_folder, real_path
+from reshard_mpi.filesystem.source_files import exists, is_folder, names
 from reshard_mpi.runs.target_needs import nearest_folder
 
 _OUTSIDE = "choose a target outside the source; a source is never written to"
@@ -165,7 +166,7 @@ def lying_beside(
         every_path: of the targets of all processes.
         own_paths: of those whose folders this process looks into.
     """
-    if not folder.is_dir():
+    if not is_folder(folder):
         return []
     targets = set(every_path)
     marks = (folder / name for name in formats.marks_in(str(folder)) if name not in index_files)
@@ -185,13 +186,13 @@ def _shards_beside(
     if formats.folder_by_name(format_name) is not None:
         endings = formats.info(format_name).suffixes
         for place in {folder, *(path.parent for path in targets)}:
-            lying = shards_in(place, None) if place.is_dir() else []
+            lying = shards_in(place, None) if is_folder(place) else []
             yield from (path for path in lying if path.name.endswith(endings))
     else:
         for path in own_paths:
             yield from strangers(path)
-    for name in os.listdir(folder):  # noqa: PTH208 - of names alone
-        if rank_of_folder(name) is not None and name not in target_folders and (folder / name).is_dir():
+    for name in names(folder):
+        if rank_of_folder(name) is not None and name not in target_folders and is_folder(folder / name):
             yield from shards_in(folder / name, None)
 
 
@@ -232,10 +233,12 @@ def _identity(path: Path) -> tuple[int, int, Path | None] | None:
 
     A file of several names (hard links) is lost only with the last, so there the name counts.
     """
+    if is_object_path(path):
+        return (0, 0, path) if exists(path) else None
     try:
         status = path.stat()
     except OSError:
-        return None  # or in an object store, where nothing is removed
+        return None
     return status.st_dev, status.st_ino, real_path(path) if status.st_nlink > 1 else None
 
 

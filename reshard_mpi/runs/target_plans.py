@@ -13,6 +13,7 @@ from reshard_mpi.checkpoints.shard_files import strangers
 from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import only_element, takes_numpy
 from reshard_mpi.errors import ReshardError, ShardError, TargetError
+from reshard_mpi.filesystem.source_files import version_of
 from reshard_mpi.formats.manifest import NotChecksummableError, ShardSpec, Specs, counted_bytes, is_in_crc
 from reshard_mpi.formats.structure import MAX_KEPT_BYTES, MAX_TENSORS, kept_bytes, kept_kind_bytes
 from reshard_mpi.journal.commit import EarlierTarget
@@ -114,7 +115,7 @@ class TargetPlans:
         for rank in run.targets[-1:]:  # the one with the longest number
             require_short_names(self.journal.paths(rank, run.path(rank)))
         self.journal.check()
-        self.assignments = divide(target_weights(run.conversion, run.targets), comm.hosts)
+        self.assignments = divide(target_weights(run.conversion, run.targets), run.hosts(comm))
         self.own = self.assignments[comm.rank]
         self.inputs: dict[int, TargetInputs] = {}
         self.peak_bytes: dict[int, int] = {}
@@ -291,7 +292,7 @@ class TargetPlans:
     def _skipped(self, rank: int) -> Outcome:
         path = self.run.path(rank)
         is_unverified = self.run.request.verify and not self.journal.is_verified(rank)
-        report = TargetReport(rank, str(path), (), path.stat().st_size, process=self._comm.rank, skipped=True)
+        report = TargetReport(rank, str(path), (), version_of(path).size_bytes, process=self._comm.rank, skipped=True)
         return Outcome((report,), notes=(_NOT_VERIFIED,) if is_unverified else ())
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from reshard_mpi import formats
-from reshard_mpi.engine.open_files import OnBytes, sync_and_drop_cache
+from reshard_mpi.engine.open_files import OnBytes, OnFinal, sync_and_drop_cache
 from reshard_mpi.engine.shard_transfer import Span, write_shard
 from reshard_mpi.errors import DisagreementError, ShardError, TransformError, told
 from reshard_mpi.filesystem.folders import FileIdentity
@@ -98,11 +98,22 @@ class FillReport(NamedTuple):
 
 
 def fill_file(
-    plan: RankPlan, manifest: Manifest, descriptor: int, span: Span | None, limits: Limits, on_bytes: OnBytes
+    plan: RankPlan,
+    manifest: Manifest,
+    descriptor: int,
+    span: Span | None,
+    limits: Limits,
+    on_bytes: OnBytes,
+    on_final: OnFinal | None = None,
 ) -> ShareReport:
-    """Write the payloads of `plan` to a file that has been reserved. span: only this range of it; None: all."""
+    """Write the payloads of `plan` to a file that has been reserved.
+
+    Args:
+        span: only this range of it; None: all.
+        on_bytes, on_final: as for `write_shard`.
+    """
     begin = time.monotonic()
-    traffic = write_shard(plan, manifest, descriptor, span=span, limits=limits, on_bytes=on_bytes)
+    traffic = write_shard(plan, manifest, descriptor, span=span, limits=limits, on_bytes=on_bytes, on_final=on_final)
     seconds = time.monotonic() - begin
     overflows = tuple(
         Overflow(spec.name, spec.dtype.name, traffic.overflows[spec.name])
@@ -178,7 +189,10 @@ class Writer:
         self._progress.display.started(rank)
         with self._writing(rank) as publication:
             manifest = self._reserved(publication, plan)
-            filled = fill_file(plan, manifest, publication.descriptor, None, self._limits, self._progress.moved)
+            on_final = publication.stream(manifest) if self._run.is_streamed else None
+            filled = fill_file(
+                plan, manifest, publication.descriptor, None, self._limits, self._progress.moved, on_final
+            )
             sums: tuple[TensorSum, ...] = ()
             if self._run.request.verify:
                 sums = self._verified(plan, manifest, publication.descriptor, None, plan.written_bytes)

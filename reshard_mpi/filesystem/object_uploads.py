@@ -1,0 +1,291 @@
+"""Write objects: small ones at once and on conditions (`put`), large ones by parts (`Upload`); remove them (`remove`).
+
+An object appears whole, when its upload is completed, or not at all. Every part has a checksum that the store holds it
+against: CRC-32, and one of the whole object, where the store knows that (Amazon S3, "Checking object integrity":
+checksums of the type FULL_OBJECT), else MD5.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from email.utils import parsedate_to_datetime
+from functools import partial
+from typing import Any, NamedTuple
+
+from reshard_mpi.errors import StoreError, TargetError
+from reshard_mpi.filesystem import object_listing
+from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, asked, state_of
+
+# Parts have 5 MiB at least, but for the last, and there are 10,000 at most (Amazon S3, "Multipart upload limits").
+LEAST_PART_BYTES, MOST_PARTS = 5 << 20, 10_000
+_TAKEN = ("PreconditionFailed", "412", "ConditionalRequestConflict", "409")
+_GONE = "NoSuchUpload"
+_TOKEN = "reshard-upload"
+_TOKEN_BYTES = 12
+
+
+class SentPart(NamedTuple):
+    """A part of an object that the store has. crc: its CRC-32; tag: by which the store knows it."""
+
+    number: int  # from 1
+    tag: str
+    length_bytes: int
+    crc: int
+
+
+class UnfinishedUpload(NamedTuple):
+    """An upload that has been begun and neither completed nor aborted. begun_ns: since 1970, as the store says."""
+
+    key: str
+    upload_id: str
+    begun_ns: int
+
+
+def put(
+    place: ObjectPlace, content: bytes, *, only_new: bool = False, instead_of: ObjectState | None = None
+) -> ObjectState | None:
+    """Write a small object; return it, or None if a condition is not met. Raises as `object_store.asked` does.
+
+    Args:
+        only_new: on the condition that there is no object of the name.
+        instead_of: on the condition that this object lies there.
+    """
+    from botocore.exceptions import ClientError
+
+    conditions = {"IfNoneMatch": "*"} if only_new else {} if instead_of is None else {"IfMatch": f'"{instead_of.tag}"'}
+
+    def request(store: Any) -> Any:
+        try:
+            return store.put_object(
+                Bucket=place.bucket, Key=place.key, Body=content, ContentMD5=_md5(content), **conditions
+            )
+        except ClientError as error:
+            if conditions and error.response.get("Error", {}).get("Code") in _TAKEN:
+                return None
+            raise
+
+    answer = asked(place, request)
+    if answer is None:
+        return None
+    dated = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
+    state = ObjectState(answer["ETag"].strip('"'), len(content), int(dated.timestamp()) * 10**9)
+    object_listing.add(place, state)
+    return state
+
+
+def remove(place: ObjectPlace) -> None:
+    """Remove an object, if it is there. Raises as `object_store.asked` does."""
+    asked(place, lambda store: store.delete_object(Bucket=place.bucket, Key=place.key))
+    object_listing.take_away(place)
+
+
+def metadata_of(place: ObjectPlace) -> Mapping[str, str]:
+    """Return what an object's writer has said of it, by lower-case names. Raises as `object_store.asked` does."""
+    answer = asked(place, lambda store: store.head_object(Bucket=place.bucket, Key=place.key))
+    return {name.lower(): str(value) for name, value in answer.get("Metadata", {}).items()}
+
+
+def unfinished(place: ObjectPlace) -> list[UnfinishedUpload]:
+    """Return the uploads of a bucket whose keys begin with the key of `place`. Raises as `object_store.asked` does."""
+    found, marks = list[UnfinishedUpload](), dict[str, str]()
+    while True:
+        answer = asked(
+            place,
+            partial(_list_uploads, {"Bucket": place.bucket, "Prefix": place.key, **marks}),
+        )
+        for upload in answer.get("Uploads", ()):
+            begun_ns = int(upload["Initiated"].timestamp()) * 10**9
+            found.append(UnfinishedUpload(upload["Key"], upload["UploadId"], begun_ns))
+        if not answer.get("IsTruncated"):
+            return found
+        marks = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer["NextUploadIdMarker"]}
+
+
+def _list_uploads(arguments: dict[str, Any], store: Any) -> Any:
+    return store.list_multipart_uploads(**arguments)
+
+
+def abort(place: ObjectPlace, upload_id: str) -> None:
+    """Abort an upload, if there is such a one. Raises as `object_store.asked` does."""
+    from botocore.exceptions import ClientError
+
+    def request(store: Any) -> None:
+        try:
+            store.abort_multipart_upload(Bucket=place.bucket, Key=place.key, UploadId=upload_id)
+        except ClientError as error:
+            if error.response.get("Error", {}).get("Code") not in (_GONE, "404"):
+                raise
+
+    asked(place, request)
+
+
+class Upload:
+    """An object that is sent in parts. Threads may send parts at the same time."""
+
+    def __init__(self, place: ObjectPlace, upload_id: str, token: str, *, has_crc: bool) -> None:
+        self.place = place
+        self.upload_id = upload_id
+        self._token = token
+        self._has_crc = has_crc
+
+    @classmethod
+    def begin(cls, place: ObjectPlace, metadata: Mapping[str, str]) -> Upload:
+        """Begin to send an object. metadata: what is said of it. Raises as `object_store.asked` does."""
+        return cls._begun(place, metadata, has_crc=_knows_crc(place))
+
+    @classmethod
+    def _begun(cls, place: ObjectPlace, metadata: Mapping[str, str], *, has_crc: bool) -> Upload:
+        token = os.urandom(_TOKEN_BYTES).hex()
+        checksum = {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"} if has_crc else {}
+        said = {**metadata, _TOKEN: token}
+        answer = asked(
+            place,
+            lambda store: store.create_multipart_upload(
+                Bucket=place.bucket, Key=place.key, Metadata=said, ContentType="application/octet-stream", **checksum
+            ),
+        )
+        return cls(place, answer["UploadId"], token, has_crc=has_crc)
+
+    def send(self, number: int, content: bytes) -> SentPart:
+        """Send a part. Raises as `object_store.asked` does, TargetError if the upload has been aborted."""
+        from zlib_ng.zlib_ng import crc32
+
+        crc = crc32(content)
+        checksum = {"ChecksumCRC32": _base64(crc)} if self._has_crc else {"ContentMD5": _md5(content)}
+        answer = self._asked(
+            lambda store: store.upload_part(
+                Bucket=self.place.bucket,
+                Key=self.place.key,
+                UploadId=self.upload_id,
+                PartNumber=number,
+                Body=content,
+                **checksum,
+            )
+        )
+        return SentPart(number, answer["ETag"], len(content), crc)
+
+    def complete(self, parts: Sequence[SentPart], *, only_new: bool) -> ObjectState:
+        """Make the object of its parts, in their order; return it.
+
+        Args:
+            only_new: on the condition that there is no object of the name.
+
+        Raises as `object_store.asked` does, TargetError if the condition is not met, or the upload has been aborted.
+        """
+        listed = [
+            {"PartNumber": part.number, "ETag": part.tag}
+            | ({"ChecksumCRC32": _base64(part.crc)} if self._has_crc else {})
+            for part in parts
+        ]
+        whole = {"ChecksumCRC32": _base64(crc_of_whole(parts)), "ChecksumType": "FULL_OBJECT"} if self._has_crc else {}
+        condition = {"IfNoneMatch": "*"} if only_new else {}
+        try:
+            self._asked(
+                lambda store: store.complete_multipart_upload(
+                    Bucket=self.place.bucket,
+                    Key=self.place.key,
+                    UploadId=self.upload_id,
+                    MultipartUpload={"Parts": listed},
+                    **whole,
+                    **condition,
+                )
+            )
+        except (StoreError, TargetError):
+            # An answer may be lost on its way; the request is then made again, and the upload is gone.
+            if not self._is_in_place():
+                raise
+        state = state_of(self.place)
+        size_bytes = sum(part.length_bytes for part in parts)
+        if state.size_bytes != size_bytes or not self._is_in_place():
+            raise _taken(self.place, f"an object of {state.size_bytes} bytes, where {size_bytes} were sent")
+        object_listing.add(self.place, state)
+        return state
+
+    def abort(self) -> None:
+        """Give the upload up. Raises as `object_store.asked` does."""
+        abort(self.place, self.upload_id)
+
+    def _is_in_place(self) -> bool:
+        try:
+            return metadata_of(self.place).get(_TOKEN) == self._token
+        except FileNotFoundError:
+            return False
+
+    def _asked(self, request: Any) -> Any:
+        from botocore.exceptions import ClientError
+
+        def answered(store: Any) -> Any:
+            try:
+                return request(store)
+            except ClientError as error:
+                code = error.response.get("Error", {}).get("Code")
+                if code == _GONE:
+                    raise _aborted(self.place) from error
+                if code in _TAKEN:
+                    raise _taken(self.place, "an object that somebody has put there meanwhile") from error
+                raise
+
+        return asked(self.place, answered)
+
+
+def crc_of_whole(parts: Sequence[SentPart]) -> int:
+    """Return the CRC-32 of an object from those of its parts."""
+    from zlib_ng.zlib_ng import crc32_combine
+
+    crc = 0
+    for part in parts:
+        crc = crc32_combine(crc, part.crc, part.length_bytes)
+    return crc
+
+
+def _aborted(place: ObjectPlace) -> TargetError:
+    return TargetError(
+        "the upload of a target has been aborted",
+        expected="one process for each target",
+        got="another one that has begun it since, or a rule of the bucket",
+        where=str(place),
+        remedy="let the other process finish; --resume goes on with what is complete",
+    )
+
+
+def _taken(place: ObjectPlace, got: str) -> TargetError:
+    return TargetError(
+        "the place of a target was taken while it was made",
+        expected="no object of its name",
+        got=got,
+        where=str(place),
+        remedy="see who else writes there; --resume skips what is complete, --overwrite replaces it",
+    )
+
+
+_WITH_CRC: dict[str, bool] = {}  # whether a bucket's store knows the checksum of a whole object, once it was tried
+
+
+def _knows_crc(place: ObjectPlace) -> bool:
+    """Tell whether a store takes the CRC-32 of a whole object, by a small one beside the target, which is removed."""
+    if place.bucket not in _WITH_CRC:
+        trial = place._replace(key=f"{place.key}.{os.urandom(_TOKEN_BYTES).hex()}.trial")
+        try:
+            upload = Upload._begun(trial, {}, has_crc=True)
+            try:
+                upload.complete([upload.send(1, b"trial")], only_new=False)
+                _WITH_CRC[place.bucket] = True
+            except StoreError:
+                upload.abort()
+                raise
+            finally:
+                remove(trial)
+        except StoreError:
+            _WITH_CRC[place.bucket] = False
+    return _WITH_CRC[place.bucket]
+
+
+def _md5(content: bytes) -> str:
+    return base64.b64encode(hashlib.md5(content, usedforsecurity=False).digest()).decode()
+
+
+def _base64(crc: int) -> str:
+    return base64.b64encode(crc.to_bytes(4, "big")).decode()

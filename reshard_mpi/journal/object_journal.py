@@ -1,0 +1,243 @@
+"""Keep the state of a run whose targets go to an object store (`ObjectJournal`): the same records, as small objects.
+
+A store has no locks, and needs none: targets are determined by the run, objects appear whole, and `run.json` is
+written on the condition that there is none, or that it is the one that was read. Whoever begins a target aborts all
+other uploads of its name, so a writer that was stopped meanwhile ends. A target is recorded when it is in place; one
+whose writer has died in between says itself which run it is of, and is made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from reshard_mpi.errors import StoreError, TargetError
+from reshard_mpi.filesystem import object_listing, object_uploads
+from reshard_mpi.filesystem.folders import Say
+from reshard_mpi.filesystem.object_folders import ObjectFolder
+from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, state_of
+from reshard_mpi.filesystem.object_uploads import Upload
+from reshard_mpi.filesystem.source_files import is_folder, is_taken
+from reshard_mpi.journal.file_ownership import (
+    leftover_index,
+    leftovers,
+    other_saves,
+    require_own_target,
+)
+from reshard_mpi.journal.object_publication import ObjectPublication
+from reshard_mpi.journal.provenance import TargetInputs
+from reshard_mpi.journal.record_files import STATE, record_path, recorded_ranks, run_path
+from reshard_mpi.journal.run_records import RunIdentity, keep_strategy, strategy_of_run
+from reshard_mpi.journal.target_folders import uncommit
+from reshard_mpi.journal.target_journal import Journal
+from reshard_mpi.journal.target_records import TargetRecord, TensorSum
+
+# The names of what an object says of itself: which run has made it.
+_RUN = "reshard-run"
+_MOST_KEY_BYTES = 1024  # Amazon S3, "Naming Amazon S3 objects"
+_TOKEN_BYTES = 6
+
+
+class ObjectJournal(Journal):
+    """The state of one run below one prefix of an object store. Nothing is created before `begin`.
+
+    Attributes:
+        is_streamed: whether parts of a target are sent while it is filled.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        identity: RunIdentity,
+        *,
+        resume: bool,
+        overwrite: bool,
+        strategy: Callable[[], str] | None = None,
+        is_streamed: bool = False,
+        is_single_writer: bool = False,
+    ) -> None:
+        """The first arguments are as for `Journal`.
+
+        Args:
+            is_single_writer: whether the user says that nobody else writes there meanwhile.
+        """
+        super().__init__(folder, identity, resume=resume, overwrite=overwrite, strategy=strategy)
+        self.is_streamed = is_streamed
+        self._is_single_writer = is_single_writer
+
+    def check(self) -> None:
+        """Raise TargetError if the prefix cannot be joined: something else lies there, or it is another run's."""
+        object_listing.forget_below(self._place)
+        if self._place.key and object_listing.state_of(self._place) is not None:
+            raise TargetError(
+                "the target is not a folder",
+                expected="a prefix",
+                got="an object",
+                where=str(self._place),
+                remedy="choose another target",
+            )
+        self._require_joinable()
+
+    @property
+    def _place(self) -> ObjectPlace:
+        return ObjectPlace.of(self.folder)
+
+    def _require_place(self, path: Path) -> None:
+        place = ObjectPlace.of(path)
+        if len(os.fsencode(place.key)) > _MOST_KEY_BYTES:
+            raise TargetError(
+                "the name of an object would be too long",
+                expected=f"at most {_MOST_KEY_BYTES} bytes",
+                got=f"{len(os.fsencode(place.key))} bytes",
+                where=str(place),
+                remedy="take a shorter prefix",
+            )
+        if is_folder(path):
+            raise TargetError(
+                "a folder is in the place of a target",
+                expected="an object, or nothing",
+                got=f"objects whose names begin with {place}/",
+                where=str(place),
+                remedy="remove them, or choose another target",
+            )
+
+    def begin(self, say: Say = lambda _: None) -> None:
+        """Record the run below the prefix; join the run if another process has begun it.
+
+        Raises TargetError as `check` does, and for a store that does not keep conditions.
+        """
+        folder = ObjectFolder.open(self.folder)
+        state = folder.inner(STATE)
+        place = ObjectPlace.of(run_path(self._state))
+        object_listing.forget_below(self._place)
+        earlier = self._recorded_state(place)
+        if not self._is_begun() and (earlier is None or self._overwrite):
+            self._require_conditions()
+            if self._overwrite:
+                uncommit(folder, (*leftover_index(self.folder, self.identity), *self._index_files))
+                self._remove_leftovers()
+            content = self.identity.as_text().encode()
+            is_first = object_uploads.put(place, content, only_new=earlier is None, instead_of=earlier) is not None
+            if is_first and self._strategy is not None:
+                keep_strategy(state, self.identity.digest, self._strategy())
+        elif self._strategy is not None and strategy_of_run(self.folder, self.identity.digest) is None:
+            keep_strategy(state, self.identity.digest, self._strategy())
+        self.check()
+
+    def _recorded_state(self, place: ObjectPlace) -> ObjectState | None:
+        try:
+            return state_of(place)
+        except FileNotFoundError:
+            return None
+
+    def _remove_leftovers(self) -> None:
+        """Remove what an earlier run has left that this one does not make itself, and its records."""
+        records = ObjectFolder(self._state)
+        earlier = RunIdentity.recorded(self._state)
+        if earlier is not None and other_saves(earlier, self.identity):
+            for rank in recorded_ranks(self._state):
+                records.remove(record_path(self._state, rank).name)
+        for file, rank in leftovers(self.folder, self.identity).items():
+            object_uploads.remove(ObjectPlace.of(self.folder / file))
+            records.remove(record_path(self._state, rank).name)
+
+    def _require_conditions(self) -> None:
+        """Raise TargetError for a store that writes over an object that must not be there: found out by a small one."""
+        if self._is_single_writer:
+            return
+        trial = ObjectPlace.of(self._state / f"trial.{os.urandom(_TOKEN_BYTES).hex()}")
+        try:
+            object_uploads.put(trial, b"1")
+            keeps = object_uploads.put(trial, b"2", only_new=True) is None
+        except StoreError as error:
+            if error.exit_code != StoreError.exit_code:
+                raise
+            keeps = False
+        finally:
+            object_uploads.remove(trial)
+        if not keeps:
+            raise TargetError(
+                "the store does not keep conditions, by which processes know of each other",
+                expected="that it refuses to write over an object with If-None-Match",
+                got="that it wrote, or does not know the condition",
+                where=str(self._place),
+                remedy="--single-writer, if nobody else writes there meanwhile",
+            )
+
+    @contextlib.contextmanager
+    def writing(
+        self, target_rank: int, path: Path, evidence: TargetInputs, say: Say = lambda _: None
+    ) -> Iterator[ObjectPublication]:
+        """Yield the target to write and publish; if it is not published, nothing of it stays.
+
+        Args:
+            evidence: for its record.
+
+        Raises TargetError if another run has begun since.
+        """
+        object_listing.forget_below(self._place)
+        place, state = ObjectPlace.of(path), ObjectFolder(self._state)
+        self._require_begun()
+        if not self._overwrite:
+            if is_taken(path):
+                self._require_known(target_rank, path)
+            self._require_own_index()
+        self._abort_uploads(place)
+        uncommit(ObjectFolder.open(self.folder), self._index_files)
+        was_there = is_taken(path)
+        state.remove(record_path(self._state, target_rank).name)
+
+        def check() -> None:
+            evidence.require_sources_unchanged(target_rank)
+            self._require_begun()
+
+        publication = ObjectPublication(
+            partial(Upload.begin, place, {_RUN: self.identity.digest}),
+            check,
+            partial(self._confirm_object, target_rank, path, evidence),
+            only_new=lambda: not was_there and not self._is_single_writer,
+            in_memory=self.is_streamed,
+        )
+        with publication:
+            yield publication
+
+    def _abort_uploads(self, place: ObjectPlace) -> None:
+        """Abort all uploads of a target that others, or an earlier run, have begun."""
+        for upload in object_uploads.unfinished(place):
+            if upload.key == place.key:
+                object_uploads.abort(place, upload.upload_id)
+
+    def _confirm_object(
+        self,
+        target_rank: int,
+        path: Path,
+        evidence: TargetInputs,
+        state: ObjectState,
+        sample: str,
+        sums: tuple[TensorSum, ...],
+        besides: str,
+    ) -> None:
+        """Record a target that is in place."""
+        file = path.relative_to(self.folder).as_posix()
+        head = self.identity.digest, target_rank, file, state.size_bytes
+        record = TargetRecord(*head, evidence, tuple(sums), None, besides, state.modified_ns, sample, state.inode)
+        record.publish(ObjectFolder(self._state))
+
+    def _require_known(self, target_rank: int, path: Path) -> None:
+        said = object_uploads.metadata_of(ObjectPlace.of(path))
+        if said.get(_RUN) != self.identity.digest:  # else its writer has died before it was recorded
+            require_own_target(ObjectFolder(self._state), self.folder, target_rank, path)
+
+    def left_bytes(self, path: Path) -> int:
+        """Return 0: uploads take no room of this host."""
+        return 0
+
+    def paths(self, target_rank: int, path: Path) -> tuple[Path, ...]:
+        """Return nothing: names in a store have a limit of their own."""
+        return ()
+
+    def _refuse_locked(self, target_rank: int) -> None:
+        """Do nothing: there are no locks."""
