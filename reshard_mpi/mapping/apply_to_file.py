@@ -17,7 +17,12 @@ from reshard_mpi.formats.nest.nodes import MODEL, is_whole_training, parsed
 from reshard_mpi.mapping.apply_rules import applied
 from reshard_mpi.mapping.carry_values import carried_into
 from reshard_mpi.mapping.chain import chained, composed, parameters_of, steps_of
-from reshard_mpi.mapping.check_optimizers import MadeTensors, owners_by_names, require_own_state
+from reshard_mpi.mapping.check_optimizers import (
+    MadeTensors,
+    owners_by_names,
+    require_no_part_left_out,
+    require_own_state,
+)
 from reshard_mpi.mapping.direction import Inventory, UnfitMapError
 from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training, begins_of, in_order, named_tensors, training_in
 from reshard_mpi.mapping.optimizers import (
@@ -85,6 +90,8 @@ def applied_to_file(
         require_own_state(((optimizer, optimizer) for optimizer in optimizers), inventory, target, source.path)
         nest = source.nest
         if nest is not None and choice.exclude:
+            used = frozenset[str]().union(*sources_of.values())
+            require_no_part_left_out(parsed(nest).root, optimizers, inventory, used, source.path)
             nest = without_emptied(nest, training, inventory, sources_of)
             nest = without_left_out(nest, training, inventory, sources_of, source.path)
         return MappedFile((mapped,), mapped.made, nest)

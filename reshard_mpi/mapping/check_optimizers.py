@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
+from reshard_mpi.formats.nest.entries import dictionaries_in
 from reshard_mpi.mapping.direction import Inventory
-from reshard_mpi.mapping.numbered_state import WRAPPERS
+from reshard_mpi.mapping.numbered_state import WRAPPERS, begins_of, names_by_path
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Form, Optimizer
 from reshard_mpi.mapping.result import DerivedTensor, taken_of
 from reshard_mpi.sharding.strides import paired, source_region
@@ -68,6 +69,7 @@ def require_own_state(
     for own, of_source in pairs:
         if Form.UNKNOWN in (own.form, of_source.form):
             continue
+        _require_none_in_doubt(of_source, inventory, used, where)
         target_sides = _sides(own, _beginnings(own, target.made) or [""], target.made)
         sides = _sides(of_source, _models(of_source, inventory), inventory)
         kept = [side for side in sides if not used.isdisjoint(side.parameters)]
@@ -86,17 +88,93 @@ def owners_by_names(optimizers: Iterable[Optimizer], tensors: Collection[str]) -
     """
     owner_of: dict[str, str] = {}
     for optimizer in (each for each in optimizers if each.form in (Form.NAMES, Form.FLAT)):
-        models, wrapper = _models(optimizer, tensors), ""
-        first = {name.partition(".")[0] for name in optimizer.parameters}
-        if models == [""] and len(first) == 1 and first <= {*WRAPPERS}:
-            (key,) = first
-            inner = {name.removeprefix(f"{key}."): place for name, place in optimizer.parameters.items()}
-            models, wrapper = _models(optimizer._replace(parameters=inner), tensors), f"{key}."
-        if len(models) == 1:
+        wrapper, models = _models_behind(optimizer, tensors)
+        if len(models) == 1 and {*WRAPPERS}.issuperset(wrapper.split(".")[:-1]):
             (side,) = _sides(optimizer, [""], tensors)
             owners = {state: f"{models[0]}{name.removeprefix(wrapper)}" for state, name in side.owner_of.items()}
             owner_of |= {state: owner for state, owner in owners.items() if owner in tensors}
     return owner_of
+
+
+def _require_none_in_doubt(optimizer: Optimizer, inventory: Collection[str], used: Collection[str], where: str) -> None:
+    """Raise MapError if a tensor is excluded whose state may stay, since names in the optimizer begin otherwise.
+
+    Args:
+        optimizer: of the source.
+        used: the names of the tensors that go into the target.
+    """
+    wrapper, models = _models_behind(optimizer, inventory)
+    if not wrapper:
+        return
+    (side,) = _sides(optimizer, [""], inventory)
+    states = {state: name.removeprefix(wrapper) for state, name in side.owner_of.items() if state in used}
+    kept = [begin for begin in models if any(f"{begin}{name}" in used for name in states.values())]
+    for begin in kept:  # a model that is left out, such as an average, is not the optimizer's
+        for state, name in states.items():
+            parameter = f"{begin}{name}"
+            if parameter in inventory and parameter not in used:
+                raise MapError(
+                    f"{parameter} is excluded, and its state may not be",
+                    expected="names in the optimizer that are the model's, or go on as these do behind"
+                    f" {' or '.join(WRAPPERS)}",
+                    got=f"{state}: {wrapper}{name} may be this parameter, or one of another model",
+                    where=where,
+                    remedy=_excluding(side, state),
+                )
+
+
+def require_no_part_left_out(
+    root: Any, optimizers: Sequence[Optimizer], inventory: Inventory, used: Collection[str], where: str
+) -> None:
+    """Raise MapError if a part of a model is excluded, and its state stays in an optimizer that may be the model's.
+
+    Nothing tells whose its numbers are, as with two models and two optimizers. A whole model may be left out.
+
+    Args:
+        root: of the source's nest.
+        optimizers: of the source.
+        used: the names of the tensors that go into the target.
+    """
+    apart = tuple(begin for each in optimizers for begin in begins_of(each.path))
+    models = names_by_path(inventory, {path for path, _ in dictionaries_in(root)})
+    models[""] = [*inventory]
+    inner = {name: path for path in sorted(models, key=len) for name in models[path] if not name.startswith(apart)}
+    with_kept = {path for name, path in inner.items() if name in used}
+    for optimizer in (each for each in optimizers if each.form is Form.UNKNOWN):
+        begin = f"{optimizer.path}{STATE_KEY}."
+        states = [name for name in inventory if name.startswith(begin) and prod(inventory[name].shape) > 1]
+        kept = {inventory[name].shape: name for name in states if name in used}
+        for shape in [inventory[name].shape for name in states if name not in used]:
+            kept.pop(shape, None)  # the state is excluded as well
+        for name, path in inner.items():
+            shape = inventory[name].shape
+            if name not in used and path in with_kept and shape in kept:
+                model = f"the whole model (--exclude '{path}*'), or " * bool(path)
+                raise MapError(
+                    f"{name} is excluded, and its state may not be",
+                    expected="names of parameters beside the numbers (`param_names`), or one model and one optimizer:"
+                    " else nothing tells whose the numbers are",
+                    got=f"{kept[shape]}, of its shape",
+                    where=where,
+                    remedy=f"leave out {model}the state as well (--exclude '{begin}*')",
+                )
+
+
+def _models_behind(optimizer: Optimizer, tensors: Collection[str]) -> tuple[str, list[str]]:
+    """Return what names in an optimizer have before the model's, and what names of each such model begin with.
+
+    An average has the same names as the model.
+    """
+    wrapper, inner = "", optimizer
+    while not _beginnings(inner, tensors):
+        parted = {name.partition(".")[:2] for name in inner.parameters}
+        if len(parted) != 1 or not all(dot for _, dot in parted):
+            return "", [""]
+        before = "".join(parted.pop())
+        wrapper += before
+        places = {name.removeprefix(before): place for name, place in inner.parameters.items()}
+        inner = inner._replace(parameters=places)
+    return wrapper, _models(inner, tensors)
 
 
 def _fault(

@@ -467,6 +467,51 @@ def test_state_of_a_wrapped_model_goes_with_what_is_excluded(tmp_path: Path, wra
 
 
 @pytest.mark.parametrize("form", ["names", "flat"])
+@pytest.mark.parametrize("wrapper", ["net", "trainer.module"])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_state_behind_another_name_does_not_outlive_what_is_excluded(
+    tmp_path: Path, wrapper: str, form: str, mapped: bool
+) -> None:
+    """It may be state of another model, which is not in the file."""
+    of_form(tmp_path / "y.pt", (f"{wrapper}.a.w", f"{wrapper}.b.w"), "optim", form, own=True)
+    tree = torch_peer.load(tmp_path / "y.pt")
+    tree["model"] = {name.removeprefix(f"{wrapper}."): value for name, value in tree["model"].items()}
+    tree["ema"] = {name: tensor(0) for name in tree["model"]}
+    tree["mean"] = tensor(0)
+    torch_peer.save(tmp_path / "x.pt", tree)
+    options: dict[str, Any] = {"to": "torch"}
+    options |= {"map": "mean <=> average", "forward": True} if mapped else {}
+    with pytest.raises(MapError, match=r"model\.b\.w is excluded, and its state may not be") as raised:
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", exclude=["model.b.w"], **options)
+    assert f"--exclude 'optim.state.{wrapper}.b.w.*'" in str(raised.value)
+    state = [f"optim.state.{wrapper}.b.w.*"]
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", exclude=["model.b.w", *state], **options)
+    assert f"optim.state.{wrapper}.a.w.exp_avg" in reshard_mpi.load_rank(0, tmp_path / "dst")
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "kept", exclude=["ema.*"], **options)
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_numbers_of_two_optimizers_do_not_outlive_a_part_of_a_model(tmp_path: Path, is_named: bool) -> None:
+    """As of a generator and its opponent: nothing tells which optimizer is whose, and the numbers behind would move."""
+    tree = {}
+    for key in "gd":
+        of_form(tmp_path / "y.pt", ("a.w", "b.w"), "optim", "numbers", own=True)
+        one = torch_peer.load(tmp_path / "y.pt")
+        for number, state in one["optim"]["state"].items():
+            state["exp_avg"] = torch_peer.tensor(sample("", np.full(2, number, np.float32)), f"{key}{number}")
+        for number, name in enumerate(one["model"]):
+            one["model"][name] = torch_peer.tensor(sample("", np.full(2, number, np.float32)), f"{key}{name}")
+        for group in one["optim"]["param_groups"] * (not is_named):
+            del group["param_names"]
+        tree |= {key: one["model"], f"opt_{key}": one["optim"]}
+    torch_peer.save(tmp_path / "x.pt", tree)
+    with pytest.raises(MapError, match=r"g\.b\.w is excluded, and its state may not be"):
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", exclude=["g.b.w"])
+    for number, exclude in enumerate((["g.b.w", "opt_?.state.1.*"], ["g.*", "opt_g.*"], ["g.*"])):
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / f"dst{number}", exclude=exclude)
+
+
+@pytest.mark.parametrize("form", ["names", "flat"])
 @pytest.mark.parametrize("name", few(1, ["state.0.w", "ema.w", "step.w", "exp_avg.w"]))
 def test_state_goes_with_a_parameter_that_has_a_word_for_state_in_its_name(
     tmp_path: Path, name: str, form: str
