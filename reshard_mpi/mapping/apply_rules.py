@@ -14,7 +14,7 @@ from reshard_mpi.mapping.direction import Direction, Inventory, shown, told_dire
 from reshard_mpi.mapping.matching import Match, matches, usual_notes, whole_pair
 from reshard_mpi.mapping.numbered_state import STATE
 from reshard_mpi.mapping.optimizer_state import followed
-from reshard_mpi.mapping.optimizers import GROUPS
+from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY
 from reshard_mpi.mapping.result import (
     Computed,
     ConstantTensor,
@@ -232,15 +232,20 @@ def _taken(
 def _of_optimizers(taken: Iterable[Match], inventory: Inventory) -> frozenset[str]:
     """Return the tensors of torch's optimizers that equations of parameters take, as `{p*}` stands for any name.
 
-    State follows the parameter, and settings stay with their group: both belong to the optimizer's dictionary.
+    State follows the parameter, and settings stay with their group: both belong to the optimizer's dictionary, whatever
+    its key. Names tell it here: settings lie beside the state, and other state has the names of parameters that the
+    same equation takes.
     """
     rule_of = {name: id(match.rule) for match in taken for name in (*match.sources.values(), *match.equal)}
-    settings = {name for name in rule_of if GROUPS in name.split(".")}
+    paths = {f".{name}".partition(f".{GROUPS}.")[0] for name in inventory if GROUPS in name.split(".")}
+    beside = tuple(f"{path}.{STATE_KEY}." for path in paths)
+    settings = {name for name in rule_of if GROUPS in name.split(".") or f".{name}".startswith(beside)}
     of_parameters = {rule for name, rule in rule_of.items() if name not in settings}
     own = {name for name in settings if rule_of[name] in of_parameters}
     for name, rule in rule_of.items():
-        parted = parted_anywhere(name, inventory) if name.startswith(STATE) else None
-        if parted is not None and rule_of.get(parted[0]) == rule:
+        parted = parted_anywhere(name, inventory) if f".{STATE_KEY}." in f".{name}" else None
+        is_state = parted is not None and (name.startswith(STATE) or parted[1].are_of_torch)
+        if is_state and parted is not None and rule_of.get(parted[0]) == rule:
             own.add(name)
     return frozenset(own)
 

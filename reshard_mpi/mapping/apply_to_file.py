@@ -158,7 +158,9 @@ def _mapped(
     of_optimizers = tuple(begin for optimizer in optimizers for begin in begins_of(optimizer.path))
     choice = choice._replace(
         owners={state.removeprefix(prefix): owner.removeprefix(prefix) for state, owner in told},
-        beside=frozenset(apart) if is_below else (),
+        beside=frozenset(
+            name for name, in_file in named.items() if in_file.startswith(of_optimizers) or (is_below and name in apart)
+        ),
     )
     settings = settings_of_all(training, source.nest)
     own_prefix, parameters = training.prefix, frozenset(training.parameters.values())

@@ -39,6 +39,11 @@ class NameAffixes(NamedTuple):
         beside = {*parts_of(self.before)[-1:], *parts_of(self.behind)} - {STATE_KEY}
         return not beside.isdisjoint(STATE_WORDS | COUNTS)
 
+    @property
+    def are_of_torch(self) -> bool:
+        """Whether they are `state` and a key of the state, as in torch's optimizers: `optim.state.w.exp_avg`."""
+        return parts_of(self.before)[-1:] == (STATE_KEY,) and self.behind != ""
+
     @classmethod
     def of(cls, pattern: NamePattern) -> NameAffixes:
         """Return the affixes of the only capture in a name."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import torch_peer
-from support.checkpoints import sample
+from support.checkpoints import sample, write_shard
 
 import reshard_mpi
 from reshard_mpi.errors import DisagreementError, MapError
@@ -108,6 +108,43 @@ def test_what_hugging_face_does_not_get_is_named(tmp_path: Path) -> None:
     assert "optimizer.state.model.layers.0.q.weight.step" in note
     with pytest.raises(DisagreementError, match="cannot be carried"):
         reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "strict", to="hf", strict=True)
+
+
+@pytest.mark.parametrize("model", ["", "model", "net"])
+@pytest.mark.parametrize("form", ["names", "flat", "tensors", "plain"])
+@pytest.mark.parametrize("key", ["optimizer", "optim", "train.opt"])
+def test_what_takes_any_name_takes_nothing_out_of_an_optimizer(tmp_path: Path, key: str, form: str, model: str) -> None:
+    """The state follows by the names of the parameters, or what would leave it behind is refused. plain: no nest."""
+    begin = f"{model}." * bool(model)
+    state = {f"state.{name}.exp_avg": array * 10 for name, array in WEIGHTS.items()}
+    groups = {f"param_groups.{name}.lr": np.float32(0.5) for name in WEIGHTS}
+    names = {f"{begin}{name}": array for name, array in WEIGHTS.items()}
+    names |= {f"{key}.{name}": array for name, array in {**state, **groups}.items()}
+    if form == "plain":
+        write_shard({name: np.asarray(array) for name, array in names.items()}, tmp_path / "x.safetensors")
+    else:
+        optimizer: dict[str, Any] = {name: tensor(array) for name, array in {**state, **groups}.items()}
+        if form == "flat":
+            optimizer |= {name.replace(".lr", ".eps"): 0.5 for name in groups}
+        if form == "names":
+            optimizer = {"state": {name: {"exp_avg": tensor(array * 10)} for name, array in WEIGHTS.items()}}
+            optimizer["param_groups"] = [{"lr": tensor(np.float32(0.5)), "params": [*WEIGHTS]}]
+        weights = {name: tensor(array) for name, array in WEIGHTS.items()}
+        first, _, second = key.partition(".")
+        saved = {first: {second: optimizer} if second else optimizer, **({model: weights} if model else weights)}
+        torch_peer.save(tmp_path / "x.pt", saved)
+    options: dict[str, Any] = {"map": "{p*} <=> body.{p*}", "forward": True}
+    source = tmp_path / ("x.safetensors" if form == "plain" else "x.pt")
+    if model and (form == "plain" or (model, key) != ("model", "optimizer")):
+        with pytest.raises(MapError, match="would stay as it is"):
+            reshard_mpi.transform(source, tmp_path / "dst", **options)
+        return
+    reshard_mpi.transform(source, tmp_path / "dst", **options)
+    found = held(tmp_path / "dst")
+    for name, array in WEIGHTS.items():
+        assert np.array_equal(found[f"{begin}body.{name}"], array)
+        assert np.array_equal(found[f"{key}.state.body.{name}.exp_avg"], array * 10)
+    assert not [name for name in found if name.startswith("body.") and key in name]
 
 
 def test_a_hugging_face_folder_of_no_model_is_refused(tmp_path: Path) -> None:
