@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
+from reshard_mpi.formats.nest.entries import dictionaries_in
 from reshard_mpi.formats.nest.nodes import MODEL, is_whole_training, parsed
 from reshard_mpi.mapping.apply_rules import applied
 from reshard_mpi.mapping.carry_values import carried_into
@@ -29,7 +30,7 @@ from reshard_mpi.mapping.optimizers import (
     STATE_KEY,
     Form,
     Optimizer,
-    is_taken_off,
+    begin_in_target,
     optimizers_of,
     settings_of_all,
     unread_in,
@@ -141,11 +142,13 @@ def _mapped(
     like: TargetTemplate | None,
     *,
     is_below: bool = False,
+    is_at_root: bool = False,
 ) -> MappedFile:
     """Return what maps make of the file with a training.
 
     Args:
         is_below: they see the names below the training's prefix, and the target is nested as the source is.
+        is_at_root: in the target the model of a numbered optimizer has no dictionary of its own.
     """
     is_stripped = is_below or like is not None
     shapes = {name: kind.shape for name, kind in inventory.items()}
@@ -163,9 +166,9 @@ def _mapped(
         ),
     )
     settings = settings_of_all(training, source.nest)
-    own_prefix, parameters = training.prefix, frozenset(training.parameters.values())
+    begin = training.prefix  # what names of the model begin with in the target, and names in the optimizer do not
     while True:
-        in_target = _below_prefix(training, apart) if is_below else _names_in_target(training, like)
+        in_target = _below_prefix(training, apart) if is_below else _names_in_target(training, like, begin)
         chain = tuple(chained(rules, choice._replace(named=in_target), plain, forward, like, settings))
         in_files = _chain_in_files(chain, named, in_target)
         all_made = composed(in_files)
@@ -176,9 +179,11 @@ def _mapped(
             if not strangers.keys() <= apart.keys():
                 apart = strangers | apart
                 continue
-        if is_stripped or not _is_prefix_taken_off(training, all_made):
+        begin_before = begin
+        if not is_stripped:
+            begin = "" if is_at_root else _begin_in_target(training, all_made)
+        if begin == begin_before:
             break
-        training = training._replace(prefix="")  # what begins so now is a part of the model with the name of its key
     _require_different(in_files[-1], chain[-1], source.path)
     _require_read(source, all_made)
     notes = tuple(_told_of_order(training, source.path))
@@ -214,17 +219,15 @@ def _mapped(
         strangers_of = [_made_apart(training, sources, of_optimizers) for sources in sources_between]
         in_target_of = [_below_prefix(training, beside | strangers) for strangers in strangers_of]
     steps = [*steps_of(in_files, in_target_of)] if between else ()
-    new = renamed(nest, training, inventory, all_parameters, tensors, source.path, steps)
+    new = renamed(nest, training._replace(prefix=begin), inventory, all_parameters, tensors, source.path, steps)
+    if begin not in ("", training.prefix, *(path for path, _ in dictionaries_in(parsed(new.text).root))):
+        how = (rules, choice, inventory, source, training, forward, like)
+        return _mapped(*how, is_below=is_below, is_at_root=True)
     require_own_state(new.known, inventory, target, source.path)
     begins = tuple(f"{each.path}state." for each, _ in new.known if each.form is not Form.FLAT)
     if training.optimizer is not None or any(derived.name.startswith(begins) for derived in all_made):
         # Its own load_state_dict takes the states of a group by their places, whatever their names.
         by_names = "the optimizer's state goes by names of parameters, as torch's set_optimizer_state_dict takes it"
-        of_model = (tensor for tensor in all_made if not parameters.isdisjoint(_sources(tensor)))
-        keys = {tensor.name.partition(".")[0] for tensor in of_model}
-        if own_prefix and not is_below and len(keys) == 1 and f"{min(keys)}." != own_prefix:
-            by_names = f"names in the optimizer begin with {min(keys)!r}, as the model's do in the file: take that off"
-            by_names += " before torch's set_optimizer_state_dict, if it is the key of the model"
         notes = (by_names, *notes)
     notes += tuple(
         f"the groups of {path}param_groups stay as they are: without the optimizer's state nothing tells whose they are"
@@ -266,16 +269,21 @@ def _training(choice: Selection, inventory: Inventory, source: SourceTree) -> Tr
         return training
 
 
-def _is_prefix_taken_off(training: Training, made: Sequence[DerivedTensor]) -> bool:
-    """Tell whether maps take off what names of the model begin with."""
+def _begin_in_target(training: Training, made: Sequence[DerivedTensor]) -> str:
+    """Return what names of the model of a numbered optimizer begin with in the target, if its dictionary is there."""
     begin, parameters = training.prefix, frozenset(training.parameters.values())
     pairs = ((tensor.name, _sources(tensor)) for tensor in made)
     of_model = [(name, own) for name, own in pairs if begin and any(source.startswith(begin) for source in own)]
-    return any(not parameters.isdisjoint(own) for _, own in of_model) and is_taken_off(begin, of_model)
+    has_parameters = any(not parameters.isdisjoint(own) for _, own in of_model)
+    return begin_in_target(begin, of_model) if has_parameters else begin
 
 
-def _names_in_target(training: Training, like: TargetTemplate | None) -> Callable[[str], str]:
-    """Return what tensors are called in the target's file; without `like`, state goes by the names of parameters."""
+def _names_in_target(training: Training, like: TargetTemplate | None, begin: str) -> Callable[[str], str]:
+    """Return what tensors are called in the target's file; without `like`, state goes by the names of parameters.
+
+    Args:
+        begin: what names of the model begin with there; names in the optimizer go by its dictionary.
+    """
     if like is not None:
         return lambda name: like.named.get(name, name)
     path = "" if training.optimizer is None else training.optimizer.path
@@ -283,7 +291,7 @@ def _names_in_target(training: Training, like: TargetTemplate | None) -> Callabl
     def renamed(name: str) -> str:
         if training.optimizer is None or not name.startswith(training.state):
             return name
-        return f"{path}state.{name.removeprefix(training.state).removeprefix(training.prefix)}"
+        return f"{path}state.{name.removeprefix(training.state).removeprefix(begin)}"
 
     return renamed
 

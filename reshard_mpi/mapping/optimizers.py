@@ -345,6 +345,23 @@ def is_taken_off(begin: str, made: Iterable[tuple[str, Collection[str]]]) -> boo
     return any(not name.startswith(begin) for name in sources_of)
 
 
+def begin_in_target(begin: str, made: Iterable[tuple[str, Collection[str]]]) -> str:
+    """Return what names of a model begin with in the target: its dictionary is moved with all that is in it, or stays.
+
+    Where maps take off what they begin with, and the names go on otherwise, it is nothing: they lie in no dictionary of
+    their own.
+
+    Args:
+        begin, made: as of `is_taken_off`.
+    """
+    made = list(made)
+    if not is_taken_off(begin, made):
+        return begin
+    pairs = [(name, source[len(begin) :]) for name, own in made for source in own if source.startswith(begin)]
+    begins = {name.removesuffix(end) if f".{name}".endswith(f".{end}") else "" for name, end in pairs}
+    return begins.pop() if len(begins) == 1 else ""
+
+
 def _called_as_state(made: Sequence[MadeParameter], by_state: Sequence[MadeParameter]) -> list[MadeParameter]:
     """Return parameters by the names that equations give to their state, where these are unambiguous."""
     name_of = {parameter.sources: parameter.name for parameter in by_state}

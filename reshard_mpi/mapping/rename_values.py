@@ -67,6 +67,7 @@ def renamed(
     names of one model would lie in several.
 
     Args:
+        training: the source's, but for its prefix, which is what names of the model begin with in the target.
         inventory: the names of the source's tensors; parameters that are called otherwise keep their names.
         parameters: all that is made.
         tensors: the names of all that is made, in order.
@@ -92,7 +93,8 @@ def renamed(
         known.append((new, optimizer))
         put(node, new)
     models = [beginning_of(each.parameters, each.path, inventory) for _, each in known]
-    if training.optimizer is not None:
+    numbered = [*training.parameters.values()]
+    if numbered and all(name.startswith(training.prefix) for name in numbered):
         models.append(training.prefix)
     left_behind: dict[str, None] = {}
     for step in steps or [parameters]:

@@ -859,15 +859,31 @@ def test_numbered_state_of_what_is_left_out_goes_with_it(tmp_path: Path, way: st
     assert [*made["optimizer"]["state"]] == ["qk", "out.kernel"] == made["optimizer"]["param_groups"][0]["params"]
 
 
-@pytest.mark.parametrize(("equation", "key"), [("model.{p*} <=> net.{p*}", "net"), ("model.{p*} <=> model.n.{p*}", "")])
-def test_it_is_told_that_names_in_the_optimizer_begin_with_the_models_new_key(
-    tmp_path: Path, equation: str, key: str
+@pytest.mark.parametrize(
+    ("key", "equation", "path", "begin"),
+    [
+        ("model", "model.{p*} <=> net.{p*}", "net", ""),
+        ("state_dict", "state_dict.{p*} <=> model.{p*}", "model", ""),
+        ("model", "{p*} <=> module.{p*}", "module.model", ""),
+        ("model", "model.{p*} <=> model.n.{p*}", "model", "n."),
+        ("model", "model.{p*} <=> {p*}", "", ""),
+        ("model", "model.{p*} <=> epoch.{p*}", "", "epoch."),  # the key is taken
+        ("model", "model.{p*} <=> ema.{p*}", "ema", ""),  # there is such a dictionary
+    ],
+)
+def test_names_in_the_optimizer_go_by_the_models_dictionary(
+    tmp_path: Path, key: str, equation: str, path: str, begin: str
 ) -> None:
-    """torch's set_optimizer_state_dict takes names below the key."""
-    torch_peer.save(tmp_path / "source.pt", training())
-    report = reshard_mpi.transform(tmp_path / "source.pt", tmp_path / "made", map=equation, forward=True)
-    told = [note for note in report.notes if "names in the optimizer begin with" in note]
-    assert len(told) == bool(key) and all(repr(key) in note for note in told)
+    """As torch's set_optimizer_state_dict needs them: by the model's own names, whatever its key in the file."""
+    source = training(ema={"decay": 0.5})
+    source[key] = source.pop("model")
+    made = converted(tmp_path, source, f'[[map]]\neq = "{equation}"\n', forward=True)
+    names = [f"{begin}{name}" for name in PARAMETERS]
+    optimizer, model = made["optimizer"], made[path] if path else made
+    assert [*optimizer["state"]] == names == optimizer["param_groups"][0]["params"]
+    assert [name for name in model if name in names] == names
+    for number, (name, own) in enumerate(zip(names, PARAMETERS)):
+        assert np.array_equal(arrays_of(optimizer["state"][name])["exp_avg"], moment(number, MODEL[own]))
 
 
 def test_state_that_goes_by_names_is_renamed_by_the_next_run_too(tmp_path: Path) -> None:
@@ -875,7 +891,7 @@ def test_state_that_goes_by_names_is_renamed_by_the_next_run_too(tmp_path: Path)
     source = training()
     for number, state in source["optimizer"]["state"].items():
         state["count"] = 5 if number < 2 else number
-    first = "[[map]]\neq = 'model.{p*} <=> net.{p*}'"
+    first = "[[map]]\neq = 'model.{p*} <=> model.net.{p*}'"
     then = "[[map]]\neq = 'net.q [a h], net.k [b h] <=> body.qk [(a + b) h]'\n[[map]]\neq = 'net.bias <=> body.bias'\n"
     (tmp_path / "b").mkdir()
     by_names = converted(tmp_path, source, first)
@@ -887,7 +903,7 @@ def test_state_that_goes_by_names_is_renamed_by_the_next_run_too(tmp_path: Path)
     expected = np.concatenate([moment(0, MODEL["q"]), moment(1, MODEL["k"])])
     moments = {"exp_avg": optimizer["state"]["body.qk"]["exp_avg"]}
     assert np.array_equal(arrays_of(moments)["exp_avg"], expected)
-    left_out = converted(tmp_path / "b", by_names, then, exclude="body.bias")["optimizer"]
+    left_out = converted(tmp_path / "b", by_names, then, exclude="model.body.bias")["optimizer"]
     assert [*left_out["state"]] == ["body.qk", "net.out.weight"] == left_out["param_groups"][0]["params"]
     by_names["optimizer"]["state"]["net.k"]["count"] = 6
     with pytest.raises(MapError, match="parameters that the optimizer treats differently are put together"):
@@ -995,9 +1011,9 @@ def test_an_equation_that_takes_any_name_leaves_the_optimizers_tensors_in_it(tmp
     if not model:
         source |= source.pop("model")
     loaded = converted(tmp_path, source, '[[map]]\neq = "{p*} <=> module.{p*}"\n', forward=True)
-    begin = f"{model}." if model else ""
     state, groups = loaded["optimizer"]["state"], loaded["optimizer"]["param_groups"]
-    assert [*state] == groups[0]["params"] and {"exp_avg"} <= state[f"module.{begin}q"].keys() and "lr" in groups[0]
+    name = "q" if model else "module.q"  # by the dictionary of the model, `module.model`
+    assert [*state] == groups[0]["params"] and {"exp_avg"} <= state[name].keys() and "lr" in groups[0]
 
 
 @pytest.mark.parametrize("name", ["q", "net.q"])
@@ -1012,7 +1028,7 @@ def test_an_equation_does_not_take_state_that_goes_by_names_out_of_its_optimizer
     }
     if is_flat:
         optimizer = {f"state.{name}.exp_avg": tensor(Q), f"param_groups.{name}.lr": 0.5}
-    with pytest.raises(MapError, match="takes tensors out of an optimizer"):
+    with pytest.raises(MapError, match=r"state of model\.q would stay as it is"):
         converted(
             tmp_path,
             {"model": {"q": tensor(Q)}, "optim": optimizer},
@@ -1292,8 +1308,12 @@ def test_an_equation_does_not_take_numbered_state_out_of_its_optimizer(tmp_path:
     optimizer = source.pop("optimizer")
     source |= {"train": {"opt": optimizer}} if "." in key else {key: optimizer}
     text = '[[map]]\neq = "model.{p*}.weight [o i] <=> net.{p*}.kernel [i o]"\n[[map]]\neq = "{p*} <=> net.{p*}"\n'
-    with pytest.raises(MapError, match=r"takes state of model\.a\.weight for a parameter"):
-        converted(tmp_path, source, text, forward=True)
+    made = converted(tmp_path, source, text, forward=True)
+    optimizer = made["train"]["opt"] if "." in key else made[key]
+    names = ["net.a.kernel", "net.model.a.bias"]
+    assert [*optimizer["state"]] == names == optimizer["param_groups"][0]["params"] and {*names} < made.keys()
+    turned = arrays_of(optimizer["state"]["net.a.kernel"])["exp_avg"]
+    assert np.array_equal(turned, moment(0, OUT[:4].reshape(2, 2)).T)
 
 
 # What names begin with in the optimizer, the model and a copy of it, if there is one; whether that leaves a doubt.

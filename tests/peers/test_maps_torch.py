@@ -127,3 +127,22 @@ def test_by_name_as_torch_itself_takes_it(tmp_path: Path) -> None:
     steps(net, optimizer, 3, 6)
     steps(other, other_optimizer, 3, 6)
     assert_same(net, other)
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model_state_dict"])
+def test_a_model_under_another_key_goes_on_with_its_optimizer(tmp_path: Path, key: str) -> None:
+    """As Lightning's `state_dict`: names in the optimizer are the model's own, without the key of the file."""
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+    net, optimizer, _ = trained(tmp_path)
+    torch.save({key: net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "made", map=f"{key}.{{p*}} <=> model.{{p*}}", forward=True)
+    state = made(tmp_path / "made")
+    other = Apart()
+    other_optimizer = adam(other)
+    other.load_state_dict(state["model"])
+    set_optimizer_state_dict(other, other_optimizer, state["optimizer"])
+    steps(net, optimizer, 3, 6)
+    steps(other, other_optimizer, 3, 6)
+    for name, tensor in net.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[name], tensor, rtol=0, atol=0)
