@@ -22,10 +22,11 @@ from types import CodeType, ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
-from support import browser
+from support import browser, object_servers
 from support.conversions import Conversion, make
 from support.examples import DEEP, QUICK, WHOLE
 from support.launch import MPI, MPI_NAMES, RankRun, find_mpi, run_ranks
+from support.object_servers import Bucket, ObjectServer
 from support.slurm import Cluster, running_cluster
 
 from reshard_mpi.cli import progress_display
@@ -157,8 +158,8 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 # Libraries whose tests are marked with their names, since they need the library itself.
 _PEERS = ("mindspore", "torch", "deepspeed", "megatron")
-# What takes a cluster, an MPI, or MindSpore itself.
-_SLOW_FIXTURES = {"mpi", "mpirun", "slurm", "mindspore"}
+# What takes a cluster, an MPI, a real object store, or MindSpore itself.
+_SLOW_FIXTURES = {"mpi", "mpirun", "slurm", "seaweedfs", "mindspore"}
 # Modules of single tests that take longest.
 _LONG_MODULES = {"test_wheel", "test_memory", "test_control_groups", "test_pages"}
 # Rooms whose tests that start processes have their files on the disk.
@@ -300,6 +301,40 @@ def slurm() -> Iterator[Cluster]:
     """A SLURM cluster of two nodes, started when the first test asks for it."""
     with running_cluster() as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def moto_server() -> Iterator[ObjectServer]:
+    """An object store that is quick and not quite true, started when the first test asks for it."""
+    with object_servers.running_moto() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def seaweedfs_server() -> Iterator[ObjectServer]:
+    """A real object store, started when the first test asks for it."""
+    with object_servers.running_seaweedfs() as server:
+        yield server
+
+
+@pytest.fixture
+def moto(moto_server: ObjectServer) -> Iterator[Bucket]:
+    """A bucket in moto, which the environment names during the test."""
+    with object_servers.new_bucket(moto_server) as bucket:
+        yield bucket
+
+
+@pytest.fixture
+def seaweedfs(seaweedfs_server: ObjectServer) -> Iterator[Bucket]:
+    """A bucket in SeaweedFS, which the environment names during the test."""
+    with object_servers.new_bucket(seaweedfs_server) as bucket:
+        yield bucket
+
+
+@pytest.fixture(params=["moto", pytest.param("seaweedfs", marks=pytest.mark.slow)])
+def bucket(request: pytest.FixtureRequest) -> Bucket:
+    """A bucket in each store in turn."""
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="session")
