@@ -22,9 +22,10 @@ from types import CodeType, ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
-from support import browser, object_servers
+from support import browser, fault_proxy, object_servers
 from support.conversions import Conversion, make
 from support.examples import DEEP, QUICK, WHOLE
+from support.fault_proxy import FaultProxy
 from support.launch import MPI, MPI_NAMES, RankRun, find_mpi, run_ranks
 from support.object_servers import Bucket, ObjectServer
 from support.slurm import Cluster, running_cluster
@@ -329,6 +330,13 @@ def seaweedfs(seaweedfs_server: ObjectServer) -> Iterator[Bucket]:
     """A bucket in SeaweedFS, which the environment names during the test."""
     with object_servers.new_bucket(seaweedfs_server) as bucket:
         yield bucket
+
+
+@pytest.fixture
+def proxy(moto: Bucket) -> Iterator[FaultProxy]:
+    """A proxy before moto, which the environment names during the test; SeaweedFS gets one by `fault_proxy.before`."""
+    with fault_proxy.before(moto.server) as started:
+        yield started
 
 
 @pytest.fixture(params=["moto", pytest.param("seaweedfs", marks=pytest.mark.slow)])

@@ -237,6 +237,18 @@ def _client(server: ObjectServer) -> Any:
     )
 
 
+def sign(server: ObjectServer, method: str, url: str, headers: Mapping[str, str], body: bytes) -> dict[str, str]:
+    """Return the headers of a request with a signature in the place of the one that they have."""
+    from botocore.auth import S3SigV4Auth
+    from botocore.awsrequest import AWSRequest
+    from botocore.credentials import Credentials
+
+    kept = {name: value for name, value in headers.items() if name.lower() not in ("authorization", "x-amz-date")}
+    request = AWSRequest(method, url, headers=kept, data=body)
+    S3SigV4Auth(Credentials(server.key_id, server.secret), "s3", _REGION).add_auth(request)
+    return dict(request.headers.items())
+
+
 def missing_for_moto() -> str:
     """Return which library is not installed that moto's server needs; empty if all are."""
     return next((name for name in ("botocore", "moto", "flask", "flask_cors") if not _is_installed(name)), "")
