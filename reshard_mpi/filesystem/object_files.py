@@ -38,7 +38,7 @@ _GAP_BYTES, _BLOCK_BYTES = 64 * KIB, 8 * MIB
 # How far a plan is looked ahead to put small ranges together.
 _FORESEEN_BYTES, _MOST_WAITING = 16 * MIB, 1024
 # Memory for what is read ahead.
-AHEAD_BYTES = 32 * MIB
+AHEAD_BYTES = 24 * MIB
 
 
 class _KeptBytes:

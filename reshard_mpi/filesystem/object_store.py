@@ -25,7 +25,7 @@ _ATTEMPTS = 8
 _BODY_ATTEMPTS = 5
 _LONGEST_NAP_SECONDS = 4.0
 _CONNECTIONS = 16
-_PIECE_BYTES = 1 << 20  # that is taken from a connection at once
+_PIECE_BYTES = 256 << 10  # that is taken from a connection at once
 _MOST_KEYS = 1000  # of one answer to a listing
 
 _NOT_THERE = ("404", "NoSuchKey", "NotFound")

@@ -8,8 +8,11 @@ checksums of the type FULL_OBJECT), else MD5.
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
+import io
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -25,6 +28,7 @@ _TAKEN = ("PreconditionFailed", "412", "ConditionalRequestConflict", "409")
 _GONE = "NoSuchUpload"
 _TOKEN = "reshard-upload"
 _TOKEN_BYTES = 12
+_PIECE_BYTES = 256 << 10
 
 
 class SentPart(NamedTuple):
@@ -122,6 +126,49 @@ def abort(place: ObjectPlace, upload_id: str) -> None:
     asked(place, request)
 
 
+class FilePart(io.RawIOBase):
+    """A part of a file as a stream of its own, which is read while it is sent: no copy of it lies in memory."""
+
+    def __init__(self, descriptor: int, start: int, length_bytes: int) -> None:
+        super().__init__()
+        self.length_bytes = length_bytes
+        self._descriptor = descriptor
+        self._start = start
+        self._offset = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._offset, os.SEEK_END: self.length_bytes}[whence]
+        self._offset = base + offset
+        return self._offset
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self.length_bytes - self._offset)]
+        count = os.preadv(self._descriptor, [view], self._start + self._offset) if view else 0
+        self._offset += count
+        return count
+
+    def sums(self, *, with_md5: bool) -> tuple[int, str]:
+        """Return the CRC-32 of all, and the MD5 in base64; empty if it is not asked for. Raises OSError."""
+        from zlib_ng.zlib_ng import crc32
+
+        crc, md5, buffer = 0, hashlib.md5(usedforsecurity=False), memoryview(bytearray(_PIECE_BYTES))
+        self.seek(0)
+        while count := self.readinto(buffer):
+            crc = crc32(buffer[:count], crc)
+            if with_md5:
+                md5.update(buffer[:count])
+        if self.seek(0, os.SEEK_CUR) != self.length_bytes:
+            raise OSError(errno.EIO, "a file became shorter while it was sent")
+        self.seek(0)
+        return crc, base64.b64encode(md5.digest()).decode() if with_md5 else ""
+
+
 class Upload:
     """An object that is sent in parts. Threads may send parts at the same time."""
 
@@ -149,12 +196,10 @@ class Upload:
         )
         return cls(place, answer["UploadId"], token, has_crc=has_crc)
 
-    def send(self, number: int, content: bytes) -> SentPart:
+    def send(self, number: int, content: FilePart) -> SentPart:
         """Send a part. Raises as `object_store.asked` does, TargetError if the upload has been aborted."""
-        from zlib_ng.zlib_ng import crc32
-
-        crc = crc32(content)
-        checksum = {"ChecksumCRC32": _base64(crc)} if self._has_crc else {"ContentMD5": _md5(content)}
+        crc, md5 = content.sums(with_md5=not self._has_crc)
+        checksum = {"ContentMD5": md5} if md5 else {"ChecksumCRC32": _base64(crc)}
         answer = self._asked(
             lambda store: store.upload_part(
                 Bucket=self.place.bucket,
@@ -165,7 +210,7 @@ class Upload:
                 **checksum,
             )
         )
-        return SentPart(number, answer["ETag"], len(content), crc)
+        return SentPart(number, answer["ETag"], content.length_bytes, crc)
 
     def complete(self, parts: Sequence[SentPart], *, only_new: bool) -> ObjectState:
         """Make the object of its parts, in their order; return it.
@@ -271,7 +316,10 @@ def _knows_crc(place: ObjectPlace) -> bool:
         try:
             upload = Upload._begun(trial, {}, has_crc=True)
             try:
-                upload.complete([upload.send(1, b"trial")], only_new=False)
+                with tempfile.TemporaryFile() as file:
+                    file.write(b"trial")
+                    file.flush()
+                    upload.complete([upload.send(1, FilePart(file.fileno(), 0, 5))], only_new=False)
                 _WITH_CRC[place.bucket] = True
             except StoreError:
                 upload.abort()

@@ -18,10 +18,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
-from reshard_mpi.errors import TargetError, TransformError
+from reshard_mpi.errors import TransformError
 from reshard_mpi.filesystem.folders import FileIdentity, close
 from reshard_mpi.filesystem.object_store import ObjectState
-from reshard_mpi.filesystem.object_uploads import LEAST_PART_BYTES, MOST_PARTS, SentPart, Upload
+from reshard_mpi.filesystem.object_uploads import LEAST_PART_BYTES, MOST_PARTS, FilePart, SentPart, Upload
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.publication import Publication
@@ -32,8 +32,8 @@ from reshard_mpi.text import MIB
 _PART_BYTES = 8 * MIB
 # How many parts are sent at once; as many lie in memory besides those that are being filled.
 _UNDER_WAY = 4
-# Memory for parts that are sent, twice each on its way, and for those that are being filled.
-STAGED_BYTES = (2 * _UNDER_WAY + 4) * _PART_BYTES
+# Memory for parts that are sent, and for those that are being filled.
+STAGED_BYTES = (_UNDER_WAY + 4) * _PART_BYTES
 
 Begin = Callable[[], Upload]
 Check = Callable[[], None]
@@ -191,11 +191,8 @@ class _Parts:
 
     def _sent(self, number: int) -> SentPart:
         start = number * self._length
-        content = os.pread(self._descriptor, self._length, start)
-        expected = min(self._length, self._size_bytes - start)
-        if len(content) != expected:
-            raise TargetError("a target became shorter while it was sent", where=str(self._upload.place))
-        sent = self._upload.send(number + 1, content)
+        length_bytes = min(self._length, self._size_bytes - start)
+        sent = self._upload.send(number + 1, FilePart(self._descriptor, start, length_bytes))
         self._give_back(number)
         return sent
 
