@@ -242,9 +242,9 @@ def exists(path: StrPath) -> bool:
     return _mode(path) != 0
 
 
-def is_file(path: StrPath) -> bool:
-    """Tell whether a regular file lies at `path`."""
-    return stat.S_ISREG(_mode(path))
+def is_file(path: StrPath, *, follow_link: bool = True) -> bool:
+    """Tell whether a regular file lies at `path`. follow_link: whether one that a link leads to counts."""
+    return stat.S_ISREG(_mode(path, follow_link=follow_link))
 
 
 def is_folder(path: StrPath) -> bool:

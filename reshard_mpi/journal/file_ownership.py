@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import os
 import shlex
-import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -432,5 +431,5 @@ def _is_unchanged(folder: Path, record: RecordHead) -> bool:
     """Tell whether nobody has changed a target; without its time, as in a copy, a sample does not tell that."""
     path, record = folder / record.file, record._replace(has_its_time=True)
     with contextlib.suppress(OSError):
-        return record.sample is not None and stat.S_ISREG(path.lstat().st_mode) and record.is_about(path)
+        return record.sample is not None and is_file(path, follow_link=False) and record.is_about(path)
     return False

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reshard_mpi.errors import SourceError, TargetError
-from reshard_mpi.filesystem.paths import absolute_path
+from reshard_mpi.errors import SourceError, StoreError, TargetError
+from reshard_mpi.filesystem.paths import absolute_path, is_object_path
 from reshard_mpi.filesystem.source_files import exists, is_file, version_of
 from reshard_mpi.journal.commit import recorded_targets
 from reshard_mpi.journal.file_ownership import NOT_WRITTEN, changed_index_files
@@ -110,8 +111,6 @@ def _run(folder: Path) -> dict[str, Any]:
         progress = standing(folder)
     except TargetError as error:
         return {"problem": error.got}
-    hidden = chain(folder.glob("rank_*/.*"), folder.glob(".*"))
-    partial = sorted(str(path.relative_to(folder)) for path in hidden if is_partial(path))
     incomplete = dict(islice(progress.incomplete, _LISTED))
     return {
         "path": str(folder),
@@ -121,8 +120,29 @@ def _run(folder: Path) -> dict[str, Any]:
         "target_ranks": progress.identity.target_ranks,
         "complete": list(progress.complete),
         "incomplete": {str(rank): why for rank, why in incomplete.items()},
-        "partial": partial,
+        "partial": _unfinished_uploads(folder) if is_object_path(folder) else _partial_files(folder),
     }
+
+
+def _partial_files(folder: Path) -> list[str]:
+    hidden = chain(folder.glob("rank_*/.*"), folder.glob(".*"))
+    return sorted(str(path.relative_to(folder)) for path in hidden if is_partial(path))
+
+
+def _unfinished_uploads(folder: Path) -> list[str]:
+    """Return the names of objects that are being sent, or were when their writer died, with the time of the beginning.
+
+    None where the store does not tell.
+    """
+    from reshard_mpi.filesystem.object_store import ObjectPlace
+    from reshard_mpi.filesystem.object_uploads import unfinished
+
+    place = ObjectPlace.of(folder)
+    with suppress(StoreError):
+        uploads = unfinished(place._replace(key=f"{place.key}/" if place.key else ""))
+        begun = ((each.key, time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(each.begun_ns / 1e9))) for each in uploads)
+        return sorted(f"{key[len(place.key) :].lstrip('/')} (an upload of {when} UTC)" for key, when in begun)
+    return []
 
 
 def _commit(folder: Path) -> dict[str, Any]:
