@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.source_files import FileVersion, SourceFile, open_file, version_of
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from reshard_mpi.filesystem.object_files import ReadAhead
 
 OnBytes = Callable[[int], None]
-OnFinal = Callable[[int, int], None]
 
 # Far below the usual limit of 1024 descriptors; a target rarely reads from more files than this at once.
 _MAX_OPEN_FILES = 128
@@ -37,6 +36,16 @@ _REMEDY = (
     "make sure nothing writes to the source; restore the file, or remove it if other ranks hold the same, and run the"
     " same command with --resume"
 )
+
+
+class Staging(Protocol):
+    """A target that is sent to an object store while it is filled."""
+
+    def final(self, offset: int, length_bytes: int) -> None:
+        """Take note that bytes are complete, each byte once. Raises what sending raises."""
+
+    def missing_in(self, offset: int, length_bytes: int) -> Iterator[tuple[int, int]]:
+        """Yield the ranges, first byte and length, of these bytes that the store does not copy by itself."""
 
 
 class Traffic:
@@ -70,7 +79,7 @@ class Files:
     Attributes:
         on_bytes: called with the number of target bytes just written.
         target: descriptor that is open for writing (and for reading, if `read_target` is called); the caller closes it.
-        on_final: told the first byte and the length of each part of the target that is complete; parts come once.
+        staging: told which parts of the target are complete, where it is sent to a store meanwhile.
         is_sparing: whether as little as possible is read of sources besides what is asked for; else the kernel reads
             ahead, and short runs are read with what lies between them.
     """
@@ -80,10 +89,10 @@ class Files:
         on_bytes: OnBytes = lambda _: None,
         target: int = -1,
         *,
-        on_final: OnFinal | None = None,
+        staging: Staging | None = None,
         is_sparing: bool = False,
     ) -> None:
-        self.on_final = on_final
+        self.staging = staging
         self.is_sparing = is_sparing
         self._sources: OrderedDict[str, SourceFile] = OrderedDict()
         self._target = target
@@ -252,6 +261,21 @@ class Files:
 
         Raises ShardError if the source cannot be read, OSError if the target cannot be written.
         """
+        if self.staging is None:
+            self._copy(runs, buffer)
+            return
+        for number in range(runs.repeats):
+            target = runs.target_offset + number * runs.target_step
+            written_bytes = 0
+            for offset, length in self.staging.missing_in(target, runs.length_bytes):
+                source = runs.source_offset + number * runs.source_step + offset - target
+                self._copy(ByteRuns(runs.source, source, 0, runs.target, offset, 0, length, 1), buffer)
+                written_bytes += length
+            if written_bytes < runs.length_bytes:
+                self._wrote(runs.length_bytes - written_bytes)
+
+    def _copy(self, runs: ByteRuns, buffer: memoryview) -> None:
+        """Copy runs of bytes as `copy` does, all of them."""
         done = self._copy_in_kernel(runs) if self._kernel_copies else 0
         whole, done = divmod(done, runs.length_bytes)
         for number in range(whole, runs.repeats):
@@ -300,9 +324,9 @@ class Files:
             self.final(target_offset + done, count)
 
     def final(self, offset: int, length_bytes: int) -> None:
-        """Take note that these bytes of the target are complete. Raises what `on_final` raises."""
-        if self.on_final is not None:
-            self.on_final(offset, length_bytes)
+        """Take note that these bytes of the target are complete. Raises what `Staging.final` raises."""
+        if self.staging is not None:
+            self.staging.final(offset, length_bytes)
 
     def _wrote(self, count_bytes: int) -> None:
         self.traffic.written_bytes += count_bytes

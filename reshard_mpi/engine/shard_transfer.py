@@ -13,7 +13,7 @@ from functools import partial
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard_mpi.engine.open_files import Files, OnBytes, OnFinal, Traffic
+from reshard_mpi.engine.open_files import Files, OnBytes, Staging, Traffic
 from reshard_mpi.engine.read import Stream, byte_runs, element_blocks, fill, takes_numpy
 from reshard_mpi.filesystem.paths import is_object_path
 from reshard_mpi.formats.locations import ByteRanges, Location
@@ -106,7 +106,7 @@ def write_shard(
     span: Span | None,
     limits: Limits,
     on_bytes: OnBytes,
-    on_final: OnFinal | None = None,
+    staging: Staging | None = None,
 ) -> Traffic:
     """Write every tensor of `plan` to the ranges that `target` reserved, and return how many bytes were moved.
 
@@ -114,22 +114,22 @@ def write_shard(
         descriptor: of the target file, open for reading and writing.
         span: write only this range of the file, while other processes write the rest; None: all of it.
         on_bytes: called with the number of target bytes just written.
-        on_final: called with the first byte and the length of each part of the file as soon as it is complete.
+        staging: told which parts of the file are complete, where it is sent to a store meanwhile.
 
     Raises ShardError if a source cannot be read, OSError if the target cannot be written.
     """
     buffer = memoryview(bytearray(limits.buffer_bytes))
     tensors = plan.tensors
-    with Files(on_bytes, descriptor, on_final=on_final) as files:
+    with Files(on_bytes, descriptor, staging=staging) as files:
         if any(is_object_path(route.tensors.path) for group in tensors.groups for route in group.routes):
             from reshard_mpi.engine.source_ranges import source_ranges
 
-            files.read_ahead(source_ranges(tensors, target, span))
+            files.read_ahead(source_ranges(tensors, target, span, staging))
         batches = _batches(tensors, target, span, limits)
         for first, last, is_small in batches.stretches() if batches else [(0, len(tensors), False)]:
             if batches and is_small:
                 batches.move(files, first, last, buffer)
-                for tensor in (tensors[number] for number in range(first, last) if on_final is not None):
+                for tensor in (tensors[number] for number in range(first, last) if staging is not None):
                     content = target.tensors[tensor.spec.name].source
                     assert isinstance(content, ByteRanges)
                     place = Stream(content)
@@ -172,7 +172,7 @@ def _write_each(
             tiles = tiles or Tiles(files, limits)
             tiles.write(tensor, part.place, part.span)
             _finish(files, part.place, part.span)
-        elif _is_copied(tensor):
+        elif is_copied(tensor):
             _copy_runs(files, tensor, part.place, part.span, buffer)
         elif _is_scattered(tensor):
             _fill_blocks(files, tensor, part.place, part.span, buffer, scatter.fill)
@@ -193,7 +193,7 @@ def is_gathered(tensor: TensorPlan, limits: Limits) -> bool:
     """Tell whether a tensor may be written through windows of its sources, with numpy."""
     if is_transposed(tensor, limits):
         return True
-    if _is_copied(tensor) or _is_scattered(tensor):
+    if is_copied(tensor) or _is_scattered(tensor):
         return False
     return any(takes_numpy(copy, tensor.spec.box, limits.buffer_bytes) for copy in tensor.copies)
 
@@ -255,7 +255,8 @@ def is_transposed(tensor: TensorPlan, limits: Limits) -> bool:
     return any(copy.strides(tensor.spec.box).is_transposed for copy in tensor.copies)
 
 
-def _is_copied(tensor: TensorPlan) -> bool:
+def is_copied(tensor: TensorPlan) -> bool:
+    """Tell whether a tensor is made of runs of its sources that are copied one by one."""
     return all(_in_long_runs(copy, tensor.spec.box) for copy in tensor.copies)
 
 

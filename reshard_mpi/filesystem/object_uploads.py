@@ -17,27 +17,27 @@ from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from reshard_mpi.errors import StoreError, TargetError
 from reshard_mpi.filesystem import object_listing
-from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, asked, state_of
+from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, asked, changed, client, state_of
 
-# Parts have 5 MiB at least, but for the last, and there are 10,000 at most (Amazon S3, "Multipart upload limits").
-LEAST_PART_BYTES, MOST_PARTS = 5 << 20, 10_000
 _TAKEN = ("PreconditionFailed", "412", "ConditionalRequestConflict", "409")
 _GONE = "NoSuchUpload"
+_UNIFORM_STORE = ".r2.cloudflarestorage.com"
 _TOKEN = "reshard-upload"
 _TOKEN_BYTES = 12
 _PIECE_BYTES = 256 << 10
 
 
 class SentPart(NamedTuple):
-    """A part of an object that the store has. crc: its CRC-32; tag: by which the store knows it."""
+    """A part of an object that the store has. tag: by which the store knows it."""
 
     number: int  # from 1
     tag: str
     length_bytes: int
-    crc: int
+    crc: int | None  # its CRC-32; None of one that a store has copied without telling it
 
 
 class UnfinishedUpload(NamedTuple):
@@ -178,6 +178,12 @@ class Upload:
         self._token = token
         self._has_crc = has_crc
 
+    @property
+    def wants_uniform_parts(self) -> bool:
+        """Whether the store wants all parts but the last equally long, as Cloudflare's R2 does."""
+        endpoint = urlsplit(client().meta.endpoint_url).hostname or ""
+        return endpoint.endswith(_UNIFORM_STORE)
+
     @classmethod
     def begin(cls, place: ObjectPlace, metadata: Mapping[str, str]) -> Upload:
         """Begin to send an object. metadata: what is said of it. Raises as `object_store.asked` does."""
@@ -212,6 +218,29 @@ class Upload:
         )
         return SentPart(number, answer["ETag"], content.length_bytes, crc)
 
+    def copy(self, number: int, source: ObjectPlace, state: ObjectState, offset: int, length_bytes: int) -> SentPart:
+        """Have the store copy a range of another object into a part.
+
+        Raises as `object_store.asked` does: StoreError if the store cannot do that, DisagreementError if the source has
+        changed; TargetError if the upload has been aborted.
+        """
+        answer = self._asked(
+            lambda store: store.upload_part_copy(
+                Bucket=self.place.bucket,
+                Key=self.place.key,
+                UploadId=self.upload_id,
+                PartNumber=number,
+                CopySource={"Bucket": source.bucket, "Key": source.key},
+                CopySourceRange=f"bytes={offset}-{offset + length_bytes - 1}",
+                CopySourceIfMatch=f'"{state.tag}"',
+            ),
+            source,
+        )
+        result = answer["CopyPartResult"]
+        told = result.get("ChecksumCRC32") if self._has_crc else None
+        crc = None if told is None else int.from_bytes(base64.b64decode(told), "big")
+        return SentPart(number, result["ETag"], length_bytes, crc)
+
     def complete(self, parts: Sequence[SentPart], *, only_new: bool) -> ObjectState:
         """Make the object of its parts, in their order; return it.
 
@@ -222,10 +251,11 @@ class Upload:
         """
         listed = [
             {"PartNumber": part.number, "ETag": part.tag}
-            | ({"ChecksumCRC32": _base64(part.crc)} if self._has_crc else {})
+            | ({"ChecksumCRC32": _base64(part.crc)} if self._has_crc and part.crc is not None else {})
             for part in parts
         ]
-        whole = {"ChecksumCRC32": _base64(crc_of_whole(parts)), "ChecksumType": "FULL_OBJECT"} if self._has_crc else {}
+        crc = crc_of_whole(parts) if self._has_crc else None
+        whole = {} if crc is None else {"ChecksumCRC32": _base64(crc), "ChecksumType": "FULL_OBJECT"}
         condition = {"IfNoneMatch": "*"} if only_new else {}
         try:
             self._asked(
@@ -259,7 +289,8 @@ class Upload:
         except FileNotFoundError:
             return False
 
-    def _asked(self, request: Any) -> Any:
+    def _asked(self, request: Any, source: ObjectPlace | None = None) -> Any:
+        """Ask for a part or for the whole. source: of a part that is copied: what a condition is about."""
         from botocore.exceptions import ClientError
 
         def answered(store: Any) -> Any:
@@ -269,6 +300,8 @@ class Upload:
                 code = error.response.get("Error", {}).get("Code")
                 if code == _GONE:
                     raise _aborted(self.place) from error
+                if code in _TAKEN and source is not None:
+                    raise changed(source) from error
                 if code in _TAKEN:
                     raise _taken(self.place, "an object that somebody has put there meanwhile") from error
                 raise
@@ -276,12 +309,14 @@ class Upload:
         return asked(self.place, answered)
 
 
-def crc_of_whole(parts: Sequence[SentPart]) -> int:
-    """Return the CRC-32 of an object from those of its parts."""
+def crc_of_whole(parts: Sequence[SentPart]) -> int | None:
+    """Return the CRC-32 of an object from those of its parts; None if one of these is not known."""
     from zlib_ng.zlib_ng import crc32_combine
 
     crc = 0
     for part in parts:
+        if part.crc is None:
+            return None
         crc = crc32_combine(crc, part.crc, part.length_bytes)
     return crc
 

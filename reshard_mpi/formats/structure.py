@@ -104,7 +104,7 @@ def is_file_name(text: str) -> bool:
     return text not in ("", ".", "..") and "/" not in text and "\0" not in text
 
 
-def write_all(fd: int, data: bytes, offset_bytes: int) -> None:
+def write_all(fd: int, data: bytes | memoryview, offset_bytes: int) -> None:
     """Write all of `data` at `offset_bytes`, however little a single call writes. Raises OSError."""
     left = memoryview(data)
     while left:

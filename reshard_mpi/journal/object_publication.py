@@ -8,6 +8,7 @@ file is sealed, or what is to be verified, is kept whole until then, in a tempor
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import tempfile
@@ -18,32 +19,27 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
-from reshard_mpi.errors import TransformError
+from reshard_mpi.errors import StoreError, StoreUnreachableError, TransformError
+from reshard_mpi.filesystem import object_listing
 from reshard_mpi.filesystem.folders import FileIdentity, close
-from reshard_mpi.filesystem.object_store import ObjectState
-from reshard_mpi.filesystem.object_uploads import LEAST_PART_BYTES, MOST_PARTS, FilePart, SentPart, Upload
+from reshard_mpi.filesystem.object_parts import SENT_BYTES, CopiedRun, PlannedPart, plan_parts
+from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, read_range
+from reshard_mpi.filesystem.object_uploads import FilePart, SentPart, Upload
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.structure import write_all
 from reshard_mpi.journal.publication import Publication
 from reshard_mpi.journal.target_records import TensorSum, sample_of, sampled_pages
-from reshard_mpi.text import MIB
 
-# Of a target that is not too large for as many parts as a store takes.
-_PART_BYTES = 8 * MIB
-# How many parts are sent at once; as many lie in memory besides those that are being filled.
+# How many parts are sent at once; as many lie in memory besides those that are being filled. As many are copied.
 _UNDER_WAY = 4
 # Memory for parts that are sent, and for those that are being filled.
-STAGED_BYTES = (_UNDER_WAY + 4) * _PART_BYTES
+STAGED_BYTES = (_UNDER_WAY + 4) * SENT_BYTES
+_PAGE_BYTES = 4096
 
 Begin = Callable[[], Upload]
 Check = Callable[[], None]
 Confirm = Callable[[ObjectState, str, Sequence[TensorSum], str], None]
-
-
-def part_bytes_of(size_bytes: int) -> int:
-    """Return how long the parts are that an object of this size is sent in."""
-    least = -(-size_bytes // MOST_PARTS)
-    return max(_PART_BYTES, LEAST_PART_BYTES, -(-least // MIB) * MIB)
 
 
 class ObjectPublication(Publication):
@@ -72,7 +68,7 @@ class ObjectPublication(Publication):
         self._only_new = only_new
         self._in_memory = in_memory
         self._upload: Upload | None = None
-        self._parts: _Parts | None = None
+        self._parts: StagedParts | None = None
         self.is_published = False
 
     @property
@@ -101,16 +97,16 @@ class ObjectPublication(Publication):
         finally:
             close(self.descriptor)
 
-    def stream(self, manifest: Manifest) -> Callable[[int, int], None]:
+    def stream(self, manifest: Manifest, runs: Sequence[CopiedRun]) -> StagedParts:
         """Send parts of the target as soon as they are complete; return what is to be told of complete bytes.
 
         Args:
             manifest: of the file, which has everything but its payloads.
+            runs: what the store may copy by itself, ascending.
         """
         self._upload = self._begin()
-        spans = manifest.tensors.payload_spans()
-        self._parts = _Parts(self.descriptor, self._upload, spans)
-        return self._parts.final
+        self._parts = StagedParts(self.descriptor, self._upload, manifest.tensors.payload_spans(), runs)
+        return self._parts
 
     def publish(self, sums: Sequence[TensorSum] = (), besides: str = "", *, synced: bool = True) -> None:
         """Send what has not been sent, and put the object in place of whatever is there.
@@ -120,51 +116,83 @@ class ObjectPublication(Publication):
             synced: without meaning here.
         """
         self._check()
-        sample = sample_of(SourceFile(str(self.partial), self.descriptor))
         if self._parts is None:
             self._upload = self._begin()
-            self._parts = _Parts(self.descriptor, self._upload, ())
+            self._parts = StagedParts(self.descriptor, self._upload, (), ())
         assert self._upload is not None
         sent = self._parts.finish()
+        sample = sample_of(SourceFile(str(self.partial), self.descriptor))
         self._check()
         state = self._upload.complete(sent, only_new=self._only_new())
         self.is_published = True
         self._confirm_object(state, sample, sums, besides)
 
 
-class _Parts:
-    """The parts of a file that is sent while it is filled."""
+class StagedParts:
+    """The parts of a file that is sent while it is filled, or copied inside the store.
 
-    def __init__(self, descriptor: int, upload: Upload, payloads: Sequence[tuple[int, int]]) -> None:
-        """payloads: spans whose bytes are to come, ascending; all others are there."""
+    Attributes:
+        copied_bytes: how many bytes of the target the store copies by itself.
+    """
+
+    def __init__(
+        self, descriptor: int, upload: Upload, payloads: Sequence[tuple[int, int]], runs: Sequence[CopiedRun]
+    ) -> None:
+        """payloads: spans whose bytes are to come, ascending; all others are there.
+
+        Args:
+            runs: what the store may copy by itself, ascending.
+        """
         self._descriptor = descriptor
         self._upload = upload
         self._payloads = payloads
         self._ends = [end for _, end in payloads]
         self._size_bytes = os.fstat(descriptor).st_size
-        self._length = part_bytes_of(self._size_bytes)
-        count = max(1, -(-self._size_bytes // self._length))
-        self._missing = [sum(end - start for start, end in self._payloads_in(number)) for number in range(count)]
-        self._pool = ThreadPoolExecutor(_UNDER_WAY)
-        self._sending: dict[int, Future[SentPart]] = {}
-        self._queue: deque[int] = deque()
+        self._planned = plan_parts(self._size_bytes, runs, is_uniform=upload.wants_uniform_parts)
+        self._starts = [part.start for part in self._planned]
+        self.copied_bytes = sum(part.length_bytes for part in self._planned if part.path)
+        self._missing = [
+            0 if part.path else sum(end - start for start, end in self._payloads_in(part)) for part in self._planned
+        ]
         self._memory = mmap.mmap(descriptor, self._size_bytes) if payloads and self._size_bytes else None
+        self._pool, self._copying = ThreadPoolExecutor(_UNDER_WAY), ThreadPoolExecutor(_UNDER_WAY)
+        self._queue: deque[Future[SentPart]] = deque()
+        self._sent: dict[int, Future[SentPart]] = {
+            number: self._copying.submit(self._copy, number) for number, part in enumerate(self._planned) if part.path
+        }
 
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        for pool in (self._pool, self._copying):
+            pool.shutdown(cancel_futures=True)
         if self._memory is not None:
             self._memory.close()
 
     def final(self, offset: int, length_bytes: int) -> None:
         """Take note that bytes of payloads are complete; send the parts that are. Raises what sending raises."""
-        end = offset + length_bytes
+        end, number = offset + length_bytes, bisect_right(self._starts, offset) - 1
         while offset < end:
-            number = offset // self._length
-            stop = min(end, (number + 1) * self._length)
-            self._missing[number] -= stop - offset
-            if self._missing[number] == 0:
-                self._send(number)
+            part = self._planned[number]
+            stop = min(end, part.start + part.length_bytes)
+            if not part.path:
+                self._missing[number] -= stop - offset
+                if self._missing[number] == 0:
+                    self._send(number)
             offset = stop
+            number += 1
+
+    def missing_in(self, offset: int, length_bytes: int) -> Iterator[tuple[int, int]]:
+        """Yield the ranges, first byte and length, of these bytes that are not in parts which the store copies."""
+        end, number = offset + length_bytes, bisect_right(self._starts, offset) - 1
+        while offset < end:
+            first = offset
+            while number < len(self._planned) and not self._planned[number].path and offset < end:
+                offset = min(end, self._planned[number].start + self._planned[number].length_bytes)
+                number += 1
+            if first < offset:
+                yield first, offset - first
+            if offset < end:
+                offset = self._planned[number].start + self._planned[number].length_bytes
+                number += 1
 
     def finish(self) -> list[SentPart]:
         """Send all that has not been sent; return the parts. Raises TransformError if bytes have not come."""
@@ -177,43 +205,82 @@ class _Parts:
                 where=str(self._upload.place),
                 remedy="report this as a bug of reshard-mpi",
             )
-        for number in range(len(self._missing)):
-            if number not in self._sending:
+        for number in range(len(self._planned)):
+            if number not in self._sent:
                 self._send(number)
-        return [self._sending[number].result() for number in sorted(self._sending)]
+        parts = [self._sent[number].result() for number in range(len(self._planned))]
+        if self.copied_bytes:
+            list(self._copying.map(self._fetch_page, sampled_pages(self._size_bytes)))
+        return parts
 
     def _send(self, number: int) -> None:
         """Have a part sent; wait while as many as may be are on their way."""
         while len(self._queue) >= _UNDER_WAY:
-            self._sending[self._queue.popleft()].result()
-        self._sending[number] = self._pool.submit(self._sent, number)
-        self._queue.append(number)
+            self._queue.popleft().result()
+        self._sent[number] = self._pool.submit(self._send_part, number)
+        self._queue.append(self._sent[number])
 
-    def _sent(self, number: int) -> SentPart:
-        start = number * self._length
-        length_bytes = min(self._length, self._size_bytes - start)
-        sent = self._upload.send(number + 1, FilePart(self._descriptor, start, length_bytes))
-        self._give_back(number)
+    def _send_part(self, number: int) -> SentPart:
+        part = self._planned[number]
+        sent = self._upload.send(number + 1, FilePart(self._descriptor, part.start, part.length_bytes))
+        self._give_back(part)
         return sent
 
-    def _give_back(self, number: int) -> None:
+    def _copy(self, number: int) -> SentPart:
+        """Have the store copy a part; fetch and send it where the store cannot."""
+        part = self._planned[number]
+        source = ObjectPlace.of(part.path)
+        state = _state_of(source)
+        try:
+            return self._upload.copy(number + 1, source, state, part.offset, part.length_bytes)
+        except StoreUnreachableError:
+            raise
+        except StoreError:
+            with tempfile.TemporaryFile() as file:
+                for done in range(0, part.length_bytes, SENT_BYTES):
+                    buffer = memoryview(bytearray(min(SENT_BYTES, part.length_bytes - done)))
+                    read_range(source, state, part.offset + done, buffer)
+                    write_all(file.fileno(), buffer, done)
+                return self._upload.send(number + 1, FilePart(file.fileno(), 0, part.length_bytes))
+
+    def _fetch_page(self, page: int) -> None:
+        """Put the bytes of a page that lie in copied parts into the file, for the sample."""
+        low, high = page * _PAGE_BYTES, min((page + 1) * _PAGE_BYTES, self._size_bytes)
+        for part in self._planned[bisect_right(self._starts, low) - 1 :]:
+            if part.start >= high:
+                break
+            first, end = max(low, part.start), min(high, part.start + part.length_bytes)
+            if part.path and first < end:
+                buffer, source = memoryview(bytearray(end - first)), ObjectPlace.of(part.path)
+                read_range(source, _state_of(source), part.offset + first - part.start, buffer)
+                write_all(self._descriptor, buffer, first)
+
+    def _give_back(self, part: PlannedPart) -> None:
         """Give back the memory of the payloads of a part, but for pages of which a sample is taken."""
         if self._memory is None:
             return
         kept = sampled_pages(self._size_bytes)
-        for start, end in self._payloads_in(number):
+        for start, end in self._payloads_in(part):
             for first, last in _between(-(-start // mmap.PAGESIZE), end // mmap.PAGESIZE, kept):
                 with contextlib.suppress(OSError, ValueError):  # it is kept then
                     length = (last - first) * mmap.PAGESIZE
                     self._memory.madvise(mmap.MADV_REMOVE, first * mmap.PAGESIZE, length)
 
-    def _payloads_in(self, number: int) -> Iterator[tuple[int, int]]:
-        """Yield the parts of payloads that lie in a part of the file."""
-        low, high = number * self._length, (number + 1) * self._length
+    def _payloads_in(self, part: PlannedPart) -> Iterator[tuple[int, int]]:
+        """Yield what of payloads lies in a part."""
+        low, high = part.start, part.start + part.length_bytes
         for start, end in self._payloads[bisect_right(self._ends, low) :]:
             if start >= high:
                 break
             yield max(low, start), min(high, end)
+
+
+def _state_of(source: ObjectPlace) -> ObjectState:
+    """Return a source object as it was listed, when the run began. Raises FileNotFoundError if it was not."""
+    state = object_listing.state_of(source)
+    if state is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(source))
+    return state
 
 
 def _between(first: int, last: int, kept: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -23,7 +23,6 @@ from reshard_mpi.filesystem.object_folders import ObjectFolder
 from reshard_mpi.filesystem.source_files import SourceFile
 
 if TYPE_CHECKING:
-    from reshard_mpi.formats.manifest import Manifest
     from reshard_mpi.journal.target_records import TensorSum
 
     Before = Callable[[SourceFile, Sequence[TensorSum], str], None]
@@ -98,10 +97,6 @@ class Publication:
             ):
                 return
             close(self.descriptor)
-
-    def stream(self, manifest: Manifest) -> Callable[[int, int], None] | None:
-        """Return what is to be told of complete bytes: nobody."""
-        return None
 
     def publish(self, sums: Sequence[TensorSum] = (), besides: str = "", *, synced: bool = True) -> None:
         """Put the file in place of whatever is there.

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard_mpi import formats
-from reshard_mpi.engine.open_files import OnBytes, OnFinal, sync_and_drop_cache
+from reshard_mpi.engine.open_files import OnBytes, Staging, sync_and_drop_cache
 from reshard_mpi.engine.shard_transfer import Span, write_shard
 from reshard_mpi.errors import DisagreementError, ShardError, TransformError, told
 from reshard_mpi.filesystem.folders import FileIdentity
@@ -30,6 +30,9 @@ from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.scheduling import TargetSlice
 from reshard_mpi.runs.target_plans import TargetPlans
+
+if TYPE_CHECKING:
+    from reshard_mpi.journal.object_publication import StagedParts
 
 
 def require_as_meant(module: Format, publication: Publication, manifest: Manifest, sums: Mapping[str, int]) -> None:
@@ -104,16 +107,16 @@ def fill_file(
     span: Span | None,
     limits: Limits,
     on_bytes: OnBytes,
-    on_final: OnFinal | None = None,
+    staging: Staging | None = None,
 ) -> ShareReport:
     """Write the payloads of `plan` to a file that has been reserved.
 
     Args:
         span: only this range of it; None: all.
-        on_bytes, on_final: as for `write_shard`.
+        on_bytes, staging: as for `write_shard`.
     """
     begin = time.monotonic()
-    traffic = write_shard(plan, manifest, descriptor, span=span, limits=limits, on_bytes=on_bytes, on_final=on_final)
+    traffic = write_shard(plan, manifest, descriptor, span=span, limits=limits, on_bytes=on_bytes, staging=staging)
     seconds = time.monotonic() - begin
     overflows = tuple(
         Overflow(spec.name, spec.dtype.name, traffic.overflows[spec.name])
@@ -189,9 +192,9 @@ class Writer:
         self._progress.display.started(rank)
         with self._writing(rank) as publication:
             manifest = self._reserved(publication, plan)
-            on_final = publication.stream(manifest) if self._run.is_streamed else None
+            staging = self._staged(publication, plan, manifest)
             filled = fill_file(
-                plan, manifest, publication.descriptor, None, self._limits, self._progress.moved, on_final
+                plan, manifest, publication.descriptor, None, self._limits, self._progress.moved, staging
             )
             sums: tuple[TensorSum, ...] = ()
             if self._run.request.verify:
@@ -293,6 +296,16 @@ class Writer:
         """Write all of a target but its payloads; return its manifest, with the place of each tensor."""
         shard = plan.shard._replace(with_sums=self._run.request.verify)
         return self._format.reserve(publication.descriptor, str(publication.partial), shard)
+
+    def _staged(self, publication: Publication, plan: RankPlan, manifest: Manifest) -> StagedParts | None:
+        """Begin to send a target that is written to an object store; None for a file, and for what is read again."""
+        if not self._run.is_streamed:
+            return None
+        from reshard_mpi.engine.source_ranges import copied_runs
+        from reshard_mpi.journal.object_publication import ObjectPublication
+
+        assert isinstance(publication, ObjectPublication)
+        return publication.stream(manifest, copied_runs(plan.tensors, manifest))
 
     def _opened(self, rank: int, reserved: Reserved) -> AbstractContextManager[int]:
         """Open the file of a target that this process, or another one, has reserved."""

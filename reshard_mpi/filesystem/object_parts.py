@@ -1,0 +1,197 @@
+"""Plan the parts of an object, so that few bytes pass through the client (`plan_parts`).
+
+A store can copy a range of another object into a part by itself. But a part has 5 MiB at least, unless it is the last,
+and there are 10,000 at most. So where less than that lies between two ranges that are copied, the client sends the end
+of the one, or the beginning of the other, as well; or it sends a short range whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from reshard_mpi.text import GIB, MIB
+
+# The smallest part but the last, and how many there may be (Amazon S3, "Multipart upload limits").
+LEAST_PART_BYTES, MOST_PARTS = 5 * MIB, 10_000
+# How long a part is that is sent, and one that is copied, which takes the store a while.
+SENT_BYTES, COPIED_BYTES = 8 * MIB, GIB
+# How many ranges in a row may be sent though they could be copied, and how many states of a range are kept.
+_MOST_SENT_RUNS, _MOST_STATES = 3, 8
+
+
+class CopiedRun(NamedTuple):
+    """A range of the target that is a range of one source object."""
+
+    start: int  # in the target
+    length_bytes: int
+    path: str  # of the source
+    offset: int  # in it
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length_bytes
+
+
+class PlannedPart(NamedTuple):
+    """A part of the target. path: of the object that it is copied from, at `offset`; empty: it is sent."""
+
+    start: int
+    length_bytes: int
+    path: str = ""
+    offset: int = 0
+
+
+class _State(NamedTuple):
+    """A way to make the target up to a run that is copied."""
+
+    sent_bytes: int  # before the run, and of its beginning
+    lent_bytes: int  # of its beginning, which are sent
+    number: int  # of the run
+    before: _State | None  # how the target is made up to the run that is copied before
+    lent_before: int  # of the end of that run, which are sent
+
+
+def plan_parts(
+    size_bytes: int,
+    runs: Iterable[CopiedRun],
+    *,
+    is_uniform: bool = False,
+    least: int = LEAST_PART_BYTES,
+    sent: int = SENT_BYTES,
+    copied: int = COPIED_BYTES,
+    most: int = MOST_PARTS,
+) -> list[PlannedPart]:
+    """Return the parts of a target of `size_bytes` bytes, in their order.
+
+    Args:
+        runs: what may be copied, ascending and apart.
+        is_uniform: whether the store wants all parts but the last equally long; then those are copied that lie in one
+            run.
+        least, sent, copied, most: limits of parts, in bytes, and how many there may be.
+    """
+    all_runs, least_run = joined(runs), least
+    while True:
+        usable = [run for run in all_runs if run.length_bytes >= least_run]
+        if is_uniform or not usable:
+            parts = list(_uniform(size_bytes, usable, sent))
+        else:
+            parts = [piece for part in _chosen(size_bytes, usable, least) for piece in _cut(part, least, sent, copied)]
+        if len(parts) <= most:
+            return parts
+        least_run, sent = 2 * least_run, 2 * sent
+
+
+def joined(runs: Iterable[CopiedRun]) -> list[CopiedRun]:
+    """Return runs, neighbours that are one range of one object as one."""
+    all_runs: list[CopiedRun] = []
+    for run in runs:
+        last = all_runs[-1] if all_runs else None
+        if (
+            last is not None
+            and (last.end, last.path) == (run.start, run.path)
+            and last.offset + last.length_bytes == run.offset
+        ):
+            all_runs[-1] = last._replace(length_bytes=last.length_bytes + run.length_bytes)
+        elif run.length_bytes:
+            all_runs.append(run)
+    return all_runs
+
+
+def _chosen(size_bytes: int, runs: Sequence[CopiedRun], least: int) -> Iterator[PlannedPart]:
+    """Yield parts of any length, of which as few bytes as possible are sent."""
+    states: list[list[_State]] = []
+    for number, run in enumerate(runs):
+        # The last part may be short.
+        kept = least if run.end < size_bytes else 1
+        found = []
+        if (first := _state(number, run, 0, kept, None, 0, least)) is not None:
+            found.append(first)
+        for earlier in range(max(0, number - 1 - _MOST_SENT_RUNS), number):
+            for before in states[earlier]:
+                spare = runs[earlier].length_bytes - before.lent_bytes - least
+                state = _state(number, run, runs[earlier].end, kept, before, spare, least)
+                if state is not None:
+                    found.append(state)
+        states.append(_best(found))
+    best = min(
+        (state for of_run in states for state in of_run),
+        key=lambda state: state.sent_bytes + size_bytes - runs[state.number].end,
+        default=None,
+    )
+    if best is None or best.sent_bytes + size_bytes - runs[best.number].end >= size_bytes:
+        yield PlannedPart(0, size_bytes)
+        return
+    yield from _parts_of(best, runs, size_bytes)
+
+
+def _state(
+    number: int, run: CopiedRun, done: int, kept: int, before: _State | None, spare: int, least: int
+) -> _State | None:
+    """Return the way to copy a run after `before`; None if what is between cannot be a part.
+
+    Args:
+        done: up to where the target is made, with the run before.
+        kept: how many bytes of the run must be copied.
+        spare: how many bytes the run before can lend.
+    """
+    between = run.start - done
+    missing = max(0, least - between) if between else 0
+    lent_before = min(missing, max(0, spare)) if before is not None else 0
+    lent = missing - lent_before
+    if run.length_bytes - lent < kept:
+        return None
+    sent_bytes = (0 if before is None else before.sent_bytes) + between + missing
+    return _State(sent_bytes, lent, number, before, lent_before)
+
+
+def _best(states: Iterable[_State]) -> list[_State]:
+    """Return the states of a run of which no other sends less and has lent less."""
+    best: list[_State] = []
+    for state in sorted(states, key=lambda state: state[:2]):
+        if not best or state.lent_bytes < best[-1].lent_bytes:
+            best.append(state)
+    return best[:_MOST_STATES]
+
+
+def _parts_of(last: _State, runs: Sequence[CopiedRun], size_bytes: int) -> Iterator[PlannedPart]:
+    copies: list[PlannedPart] = []
+    state: _State | None = last
+    lent_behind = 0
+    while state is not None:
+        run = runs[state.number]
+        length_bytes = run.length_bytes - state.lent_bytes - lent_behind
+        copies.append(PlannedPart(run.start + state.lent_bytes, length_bytes, run.path, run.offset + state.lent_bytes))
+        lent_behind, state = state.lent_before, state.before
+    done = 0
+    for copy in reversed(copies):
+        if copy.start > done:
+            yield PlannedPart(done, copy.start - done)
+        yield copy
+        done = copy.start + copy.length_bytes
+    if done < size_bytes:
+        yield PlannedPart(done, size_bytes - done)
+
+
+def _cut(part: PlannedPart, least: int, sent: int, copied: int) -> Iterator[PlannedPart]:
+    """Yield a part in equal pieces, none of them too long or too short."""
+    count = -(-part.length_bytes // (copied if part.path else sent))
+    count = max(1, min(count, part.length_bytes // least))
+    bounds = [part.length_bytes * number // count for number in range(count + 1)]
+    for first, end in pairwise(bounds):
+        offset = part.offset + first if part.path else 0
+        yield PlannedPart(part.start + first, end - first, part.path, offset)
+
+
+def _uniform(size_bytes: int, runs: Sequence[CopiedRun], length_bytes: int) -> Iterator[PlannedPart]:
+    number = 0
+    for start in range(0, max(1, size_bytes), length_bytes):
+        end = min(start + length_bytes, size_bytes)
+        while number < len(runs) and runs[number].end < end:
+            number += 1
+        run = runs[number] if number < len(runs) else None
+        if run is not None and run.start <= start and end <= run.end:
+            yield PlannedPart(start, end - start, run.path, run.offset + start - run.start)
+        else:
+            yield PlannedPart(start, end - start)
