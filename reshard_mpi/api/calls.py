@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from reshard_mpi import formats
 from reshard_mpi.errors import UsageError, as_reshard_error, told, wrong_type
+from reshard_mpi.filesystem.source_files import look_again
 from reshard_mpi.options import EXCLUSIVE, OPTIONS, check_number, check_path
 from reshard_mpi.processes import memory_scopes
 from reshard_mpi.processes.comm import Comm, MPIComm, SerialComm
@@ -93,11 +94,14 @@ def public(function: Callable[P, R]) -> Callable[P, R]:
 def request_of(arguments: Mapping[str, Any], **called: str) -> Request:
     """Build a request from the arguments of a public function; arguments that no run uses are ignored.
 
+    A new call looks anew at what lies in object stores.
+
     Args:
         called: what the function calls the arguments for some fields of the request, where it has other names for them.
 
     Raises UsageError for wrong values, and for arguments that exclude each other.
     """
+    look_again()
     checks: dict[str, Callable[[Any, str], Any]] = {name: option.check for name, option in OPTIONS.items()}
     given: dict[str, Any] = {"source": "", "target": ""}
     for field, check in {"source": check_path, "target": check_path, **checks}.items():

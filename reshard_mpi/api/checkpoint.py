@@ -20,6 +20,7 @@ from reshard_mpi.errors import (
     UsageError,
     WrongTypeError,
 )
+from reshard_mpi.filesystem.source_files import look_again
 from reshard_mpi.formats.dtypes import to_numpy
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.journal.provenance import FileState
@@ -29,7 +30,7 @@ from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.runs.outcome import Overflow, overflow_warnings
 from reshard_mpi.runs.plan_conversion import Conversion, apply_map
 from reshard_mpi.runs.progress import log
-from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.request import Request, Strategies, look_around
 from reshard_mpi.runs.transform import plan_alone
 from reshard_mpi.sharding.box import Box
 
@@ -203,6 +204,7 @@ class _Origin(NamedTuple):
     @classmethod
     def of(cls, request: Request, rank: int, *, check: bool) -> _Origin:
         """Open the source of a request, and plan a target; `check` is as in `open`."""
+        look_around(request)
         shards, strategies = request.shard_files(), Strategies.read(request)
         conversion = Conversion(
             open_source(shards, strategies.source),
@@ -385,6 +387,7 @@ def _checkpoint_again(request: Request, rank: int, state: State) -> Checkpoint:
 
 @lru_cache(maxsize=4)
 def _origin_again(request: Request, rank: int, state: State) -> _Origin:
+    look_again()
     origin = _Origin.of(request, rank, check=False)
     require_same_state(state, origin.state)
     return origin

@@ -20,6 +20,7 @@ from reshard_mpi.api.calls import (
 )
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.errors import UsageError, wrong_type
+from reshard_mpi.filesystem.source_files import look_again
 from reshard_mpi.formats.manifest import Specs
 from reshard_mpi.options import check_count, check_number, check_numbers, check_part, check_path, check_text
 from reshard_mpi.planning.needed_ranks import joined_ranks, needed_ranks
@@ -314,6 +315,7 @@ def merge_pipeline_strategys(src_strategy_dirs: PathLike | Sequence[PathLike], d
 
     Files of the same stage must agree; stages are numbered from 0. Raises StrategyError.
     """
+    look_again()
     out = check_path(dst_strategy_file, "dst_strategy_file")
     if isinstance(src_strategy_dirs, Sequence) and not isinstance(src_strategy_dirs, str | bytes):
         merge([check_path(path, "one of src_strategy_dirs") for path in src_strategy_dirs], out)

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from reshard_mpi.errors import BudgetError, ReshardError, UsageError
+from reshard_mpi.filesystem.paths import is_object_path
 from reshard_mpi.mapping.map_file import map_path
 from reshard_mpi.options import OPTIONS, PATH
 from reshard_mpi.runs.plan_command import Plan
 from reshard_mpi.runs.request import Request
-from reshard_mpi.text import MIB, counted, format_bytes
+from reshard_mpi.text import MIB, counted, format_bytes, with_addresses
 
 # Task numbers stay below SLURM's MaxArraySize, by default 1001.
 _MAX_TASKS = 1000
@@ -116,11 +117,11 @@ def _job_manifest(request: Request, plan: Plan, target_ranks: int) -> str:
     ]
     memory = json.dumps(f"{_memory_mib(plan)}Mi")
     volumes = [(f"folder-{number}", folder, is_written) for number, (folder, is_written) in enumerate(folders)]
-    mounts = [
+    mounts = ["        volumeMounts:"] * bool(volumes) + [
         f"        - {{name: {name}, mountPath: {json.dumps(folder)}{', readOnly: true' * (not is_written)}}}"
         for name, folder, is_written in volumes
     ]
-    claims = [
+    claims = ["      volumes:"] * bool(volumes) + [
         f"      - {{name: {name}, persistentVolumeClaim: {{claimName: CLAIM-{number}}}}}  # of {json.dumps(folder)}"
         for number, (name, folder, _) in enumerate(volumes)
     ]
@@ -153,25 +154,25 @@ spec:
           # A process needs {format_bytes(_peak_bytes(plan))} at most; the rest is what is not yet on the disk.
           requests: {{cpu: "1", memory: {memory}, ephemeral-storage: 100Mi}}
           limits: {{memory: {memory}, ephemeral-storage: 100Mi}}
-        volumeMounts:
-{chr(10).join(mounts)}
-      volumes:
-{chr(10).join(claims)}
-"""
+""" + "".join(f"{line}\n" for line in (*mounts, *claims))
 
 
 def _folders(request: Request) -> Iterator[tuple[str, bool]]:
-    """Yield the folders that a run needs, each with whether it is written to; none lies in another."""
+    """Yield the folders that a run needs, each with whether it is written to; none lies in another.
+
+    What lies in an object store needs none.
+    """
     given = [
         getattr(request, option.name) for option in OPTIONS.values() if option.kind is PATH and option.is_of_transform
     ]
     maps = [word for word in request.map if Path(word).is_absolute()]
-    files = [Path(path).absolute() for path in (request.source, *given, *maps) if path is not None]
-    read = {path if path.is_dir() else path.parent for path in files}
+    named = (path for path in (request.source, *given, *maps) if path is not None and not is_object_path(path))
+    folders = {path if path.is_dir() else path.parent for path in (Path(path).absolute() for path in named)}
     target = Path(request.target).absolute()
-    written = target if target.parent == target.parents[-1] else target.parent  # nothing can be mounted at /
-    for folder in sorted({*read, written}):
-        if not any(other in folder.parents for other in {*read, written}):
+    if not is_object_path(request.target):
+        folders.add(target if target.parent == target.parents[-1] else target.parent)  # nothing can be mounted at /
+    for folder in sorted(folders):
+        if not any(other in folder.parents for other in folders):
             yield str(folder), target.is_relative_to(folder)
 
 
@@ -218,7 +219,9 @@ def _command(request: Request, part: str) -> str:
             if value is True:
                 lines.append(option.flag)
             elif value is not None and value is not False:
-                lines.append(f"{option.flag}={_path(value) if option.kind is PATH else _word(str(value))}")
+                lines.append(
+                    f"{option.flag}={_path(value) if option.kind is PATH else _word(with_addresses(str(value)))}"
+                )
     again = [] if request.overwrite else ["--resume"]
     lines.append(" ".join([f'--part "{part}"', *again, "--jobs 1"]))
     return " \\\n    ".join(lines)
@@ -226,7 +229,7 @@ def _command(request: Request, part: str) -> str:
 
 def _path(path: str) -> str:
     """Return a path as a word of the shell; absolute, since a job may run in another folder."""
-    return _word(str(Path(path).absolute()))
+    return _word(with_addresses(path) if is_object_path(path) else str(Path(path).absolute()))
 
 
 def _word(text: str) -> str:

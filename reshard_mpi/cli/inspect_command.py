@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +16,7 @@ from reshard_mpi.checkpoints.inspection import inspect, manifests_of, no_such_na
 from reshard_mpi.cli.arguments import reading_options, request
 from reshard_mpi.cli.output import show
 from reshard_mpi.errors import ReshardError, UsageError
+from reshard_mpi.filesystem.source_files import is_taken
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.text import MIB, json_number, one_line, shortened
@@ -61,7 +61,7 @@ def inspect_command(options: argparse.Namespace) -> None:
             raise UsageError("--toml prints a strategy", expected="PATH alone", got=got)
         show(strategy_as_toml(options.source))
         return
-    if len(globs) == 1 and os.path.lexists(globs[0]):
+    if len(globs) == 1 and _is_path(globs[0]):
         if options.rank:
             raise UsageError(
                 "--rank goes with one checkpoint", expected="PATH, or PATH and GLOB", got="two checkpoints"
@@ -157,6 +157,13 @@ def _show_values(options: argparse.Namespace) -> bool:
     return True
 
 
+def _is_path(word: str) -> bool:
+    """Tell whether a word is the path of anything, rather than a pattern of names."""
+    with suppress(OSError):
+        return is_taken(word)
+    return False
+
+
 def _holds(path: str, name: str | None) -> bool:
     """Tell whether files of a checkpoint have a tensor of this name."""
     try:
@@ -167,7 +174,7 @@ def _holds(path: str, name: str | None) -> bool:
 
 
 def _whole_tensors(checkpoint: Checkpoint, path: str, globs: Sequence[str]) -> Iterator[_Choice]:
-    if any(map(os.path.lexists, globs)):
+    if any(map(_is_path, globs)):
         raise UsageError("--stats goes with one checkpoint", expected="PATH, or PATH and GLOB", got="two checkpoints")
     patterns = [*map(Pattern, globs)]
     for pattern in patterns:

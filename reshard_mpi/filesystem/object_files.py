@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard_mpi.filesystem import object_listing, object_store
+from reshard_mpi.filesystem import object_listing
 from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, read_range
 from reshard_mpi.filesystem.paths import is_object_path
 from reshard_mpi.filesystem.source_files import FileVersion, SourceFile
@@ -120,7 +120,7 @@ class ObjectFile(SourceFile):
         self._ahead = ahead
 
     def version_now(self) -> FileVersion:
-        return version_of_state(object_store.state_of(self._place))
+        return self.version
 
     def read(self, offset: int, length_bytes: int) -> bytes:
         """Return bytes as `SourceFile.read` does; small parts are kept, for they are asked for again."""

@@ -13,7 +13,6 @@ import threading
 from typing import NamedTuple
 
 from reshard_mpi.errors import SourceError
-from reshard_mpi.filesystem import object_store
 from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, listing
 
 # Pages of a listing of all that lies below a folder; one with more is listed folder by folder, as it is asked about.
@@ -28,7 +27,7 @@ class ListedFolders(NamedTuple):
 
     folders: dict[ObjectPlace, Children]  # by their places
     whole: set[ObjectPlace]  # of which all that lies below is known
-    objects: dict[ObjectPlace, ObjectState]  # that were asked about singly
+    objects: dict[ObjectPlace, ObjectState | None]  # that were asked about singly; None: there is none
 
 
 class _Listings:
@@ -179,7 +178,10 @@ def _look(place: ObjectPlace) -> ObjectState | _Folder | None:
     if state is not None:
         _LISTINGS.known.objects[place] = state
         return state
-    return _FOLDER if has_below and _folder(place) else None
+    if has_below and _folder(place):
+        return _FOLDER
+    _LISTINGS.known.objects[place] = None
+    return None
 
 
 def _both(place: ObjectPlace) -> SourceError:
@@ -266,8 +268,3 @@ def _add(listed: dict[ObjectPlace, Children], top: ObjectPlace, key: str, state:
 
 def _below(folder: ObjectPlace, name: str) -> ObjectPlace:
     return ObjectPlace(folder.bucket, f"{folder.key}/{name}" if folder.key else name)
-
-
-def now(place: ObjectPlace) -> ObjectState:
-    """Return an object as it is at this moment, whatever was listed. Raises as `object_store.asked` does."""
-    return object_store.state_of(place)

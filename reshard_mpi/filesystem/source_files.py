@@ -11,6 +11,7 @@ import errno
 import io
 import os
 import stat
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol, Self, cast
 
@@ -100,7 +101,10 @@ class SourceFile:
         """Be told what fetches parts of it ahead, if it is an object."""
 
     def version_now(self) -> FileVersion:
-        """Return the version of the file that is open, be it where it was or not. Raises OSError."""
+        """Return the version of the file that is open, be it where it was or not. Raises OSError.
+
+        That of an object is the one that was opened: no other is ever read.
+        """
         return FileVersion.of(os.fstat(self._descriptor))
 
     def read(self, offset: int, length_bytes: int) -> bytes:
@@ -229,11 +233,14 @@ def first_bytes(path: StrPath, length_bytes: int, otherwise: bytes | None = None
 
 
 def version_of(path: StrPath) -> FileVersion:
-    """Return the version of the file at `path` as it is now. Raises OSError."""
-    if is_object_path(path):
-        from reshard_mpi.filesystem import object_files, object_store
+    """Return the version of the file at `path` as it is now, of an object as it was listed. Raises OSError.
 
-        return object_files.version_of_state(object_store.state_of(object_store.ObjectPlace.of(path)))
+    What is read of an object is of the version that was listed: the store refuses every request once there is another.
+    """
+    if is_object_path(path):
+        from reshard_mpi.filesystem.object_files import open_object
+
+        return open_object(os.fspath(path)).version
     return FileVersion.of(os.stat(path))
 
 
@@ -275,6 +282,13 @@ def _mode(path: StrPath, *, follow_link: bool = True) -> int:
         if error.errno in _NOTHING:
             return 0
         raise
+
+
+def look_again() -> None:
+    """Forget what has been listed of object stores: a new command is told what lies there by then."""
+    listing = sys.modules.get("reshard_mpi.filesystem.object_listing")
+    if listing is not None:
+        listing.forget()
 
 
 class FolderEntry(Protocol):

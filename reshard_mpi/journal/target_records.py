@@ -136,7 +136,12 @@ class RecordHead(NamedTuple):
             facts = json.loads(begin + b"}") if end else {}
             if "modified_ns" in facts:
                 head = cls.of(facts)
-                has_its_time = head.modified_ns is not None and _is_same_time(head.modified_ns, version.modified_ns)
+                # An object has the time at which it was uploaded, whatever is in it.
+                has_its_time = (
+                    head.modified_ns is not None
+                    and not is_object_path(state)
+                    and _is_same_time(head.modified_ns, version.modified_ns)
+                )
                 return head._replace(has_its_time=has_its_time) if head.rank == target_rank else None
         record = TargetRecord.read(state, target_rank)
         return None if record is None else record.head
@@ -294,7 +299,9 @@ def sampled_pages(size_bytes: int) -> list[int]:
 def sample_of(file: SourceFile) -> str:
     """Return a digest of pages of a file, evenly spread over it, with the first and the last. Raises OSError."""
     sample, page = 0, memoryview(bytearray(_PAGE_BYTES))
-    for number in sampled_pages(file.size_bytes):
+    numbers = sampled_pages(file.size_bytes)
+    file.will_read([(number * _PAGE_BYTES, (number + 1) * _PAGE_BYTES) for number in numbers])
+    for number in numbers:
         sample = crc32(page[: file.read_into(number * _PAGE_BYTES, [page])], sample)
     return f"{sample:08x}"
 

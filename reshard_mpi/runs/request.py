@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard_mpi.errors import ReshardError, UsageError
+from reshard_mpi.errors import ReshardError, UsageError, as_reshard_error
 from reshard_mpi.filesystem.paths import absolute_path, is_object_path
-from reshard_mpi.options import TargetShare
+from reshard_mpi.options import OPTIONS, PATH, TargetShare
 from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.tensor_names import Accumulated, Unlisted
 from reshard_mpi.processes.governor import Allowance
@@ -218,33 +218,40 @@ class Task(StrEnum):
         from reshard_mpi.runs.process_memory import RunMemory
 
         function = self.load()
-        _share_listings(request, comm)
+        look_around(request, comm, is_target_read=self is not Task.CONVERT)
         with RunMemory(lambda: request.allowance, comm, progress) as memory:
             return function(request, comm, progress, memory, strategies)
 
 
-def _share_listings(request: Request, comm: Comm) -> None:
-    """Have one process list what lies in object stores, and tell the others.
+def look_around(request: Request, comm: Comm | None = None, *, is_target_read: bool = False) -> None:
+    """Have one process list what lies in object stores where the request names something, and tell the others.
+
+    Args:
+        comm: the processes that do the work together; None: this one alone.
+        is_target_read: whether the target is a second checkpoint.
 
     Raises, on every process, the error of the one that has listed.
     """
-    strategies = request.src_strategy, request.dst_strategy
-    named = (request.source, request.like, *strategies, *(request.source_by_rank or {}).values())
+    options = (getattr(request, option.name) for option in OPTIONS.values() if option.kind is PATH)
+    files = (request.source_by_rank or {}).values()
+    named = (request.source, *options, *request.map, *files, request.target if is_target_read else None)
     paths = [path for path in named if path and is_object_path(path)]
-    if comm.size == 1 or not paths:
+    if not paths:
         return
     from reshard_mpi.filesystem import object_listing
 
     listed: object_listing.ListedFolders | ReshardError | None = None
-    if comm.rank == 0:
+    if comm is None or comm.rank == 0:
         try:
             for path in paths:
                 object_listing.look(path)
             listed = object_listing.known()
+        except OSError as error:
+            listed = as_reshard_error(error)
         except ReshardError as error:
             listed = error
-    told = comm.allgather(listed)[0]
+    told = listed if comm is None or comm.size == 1 else comm.allgather(listed)[0]
     if isinstance(told, ReshardError):
         raise told
-    if comm.rank and isinstance(told, object_listing.ListedFolders):
+    if comm is not None and comm.rank and isinstance(told, object_listing.ListedFolders):
         object_listing.learn(told)

@@ -18,7 +18,7 @@ from reshard_mpi.engine.read import takes_numpy
 from reshard_mpi.engine.shard_transfer import are_many, is_gathered, is_transposed
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.paths import is_object_path
-from reshard_mpi.filesystem.source_files import version_of
+from reshard_mpi.filesystem.source_files import entries, is_folder, version_of
 from reshard_mpi.formats.locations import Constant, Dequantized, LibraryRead, Reduced
 from reshard_mpi.formats.manifest import ShardSpec
 from reshard_mpi.formats.tensor_table import KEPT_OFFSET_BYTES, KEPT_TENSOR_BYTES
@@ -376,9 +376,8 @@ def _loaded_bytes() -> int:
 def _size_bytes(path: str | os.PathLike[str]) -> int:
     """Return the size of a file, or of all files in a folder; 0 if there is nothing."""
     try:
-        with os.scandir(path) as entries:
-            return sum(entry.stat().st_size for entry in entries if entry.is_file())
-    except NotADirectoryError:
+        if is_folder(path):
+            return sum(entry.size_bytes for entry in entries(path) if entry.is_file)
         return version_of(path).size_bytes
     except OSError:
         return 0

@@ -30,7 +30,7 @@ from reshard_mpi.runs.monitor import monitored
 from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress
-from reshard_mpi.runs.request import Request, Strategies, Task
+from reshard_mpi.runs.request import Request, Strategies, Task, look_around
 from reshard_mpi.runs.worker_pipes import (
     Channel,
     Fork,
@@ -96,6 +96,7 @@ def _run_here(
     memory.reserve_for_reading(
         (request.src_strategy, request.dst_strategy), f"reading the strategies of {request.source}"
     )
+    look_around(request, is_target_read=work is not Task.CONVERT)  # workers that are forked know what it has listed
     strategies = _read(request)
     work.load()  # once, before workers are forked
     targets = len(request.rank) if request.rank else strategies.target.world_size

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from reshard_mpi.errors import ReshardError, StrategyError, TargetError
-from reshard_mpi.filesystem.paths import described, is_replaceable
+from reshard_mpi.filesystem.paths import described, is_object_path, is_replaceable
 from reshard_mpi.sharding.mindspore_json import StageFile, encode_json, parse_json, place
 from reshard_mpi.sharding.mindspore_layouts import by_stage, merged_stages, stage_unknown, to_placement
 from reshard_mpi.sharding.mindspore_protobuf import encode_protobuf, merge_protobuf
@@ -64,7 +64,8 @@ def merge(sources: str | Sequence[str], out: str) -> None:
 
 def _read_sources(path: str, target: Path) -> Iterator[StrategyFile]:
     # The result of an earlier merge into the same folder is no source of this one.
-    return (file for file in look_all(path) if not (target.exists() and file.path.samefile(target)))
+    is_local = not is_object_path(path)
+    return (file for file in look_all(path) if not (is_local and target.exists() and file.path.samefile(target)))
 
 
 def _is_merged(path: Path) -> bool:

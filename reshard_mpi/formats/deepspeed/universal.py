@@ -62,7 +62,7 @@ def _folders(folder: str) -> dict[str, list[str]]:
     entries = source_files.entries(Path(folder, PARAMETERS))
     below = (entry.name for entry in entries if entry.is_folder)
     return {
-        name: [own for own in source_files.names(str(Path(folder, PARAMETERS, name))) if own.endswith(_SUFFIX)]
+        name: sorted(own for own in source_files.names(str(Path(folder, PARAMETERS, name))) if own.endswith(_SUFFIX))
         for name in below
     }
 
