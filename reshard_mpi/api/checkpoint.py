@@ -33,6 +33,7 @@ from reshard_mpi.runs.progress import log
 from reshard_mpi.runs.request import Request, Strategies, look_around
 from reshard_mpi.runs.transform import plan_alone
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.text import with_addresses
 
 if TYPE_CHECKING:
     import numpy as np
@@ -173,9 +174,9 @@ class Tensor:
         start = tuple(low + each[0] for low, each in zip(first, chosen))
         stop = tuple(low + each[-1] + 1 for low, each in zip(first, chosen))
         return tuple(
-            SourcePart(copy.source_rank, tuple(dict.fromkeys(paths_of(copy.source.source))), own.start, own.stop)
+            SourcePart(copy.source_rank, tuple(map(with_addresses, paths)), own.start, own.stop)
             for copy in meeting(plan.copies, Box(start, stop))
-            for own in (copy.target_region,)
+            for own, paths in ((copy.target_region, dict.fromkeys(paths_of(copy.source.source))),)
         )
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -17,7 +17,7 @@ from reshard_mpi.checkpoints.shard_files import in_its_rank
 from reshard_mpi.checkpoints.source import locate
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
 from reshard_mpi.filesystem import source_files
-from reshard_mpi.filesystem.paths import kind_of_file
+from reshard_mpi.filesystem.paths import is_object_path, kind_of_file
 from reshard_mpi.formats.locations import LibraryRead, StridedView
 from reshard_mpi.formats.manifest import NEST, Manifest
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorEntry
@@ -29,7 +29,7 @@ from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.spec_text import spec_text
 from reshard_mpi.sharding.strategy import Strategy
-from reshard_mpi.text import did_you_mean
+from reshard_mpi.text import did_you_mean, with_addresses
 
 _MAY_LACK_FILES = "nothing in it tells whether its last files are missing: tensors may be larger than what is here"
 
@@ -58,7 +58,10 @@ def inspect(
     globs = None if names is None else (names,) if isinstance(names, str) else tuple(names)
     patterns = None if globs is None else tuple(map(Pattern, globs))
     wanted = _TensorFilter(patterns, None if ranks is None else frozenset(ranks))
+    source_files.look_again()
     facts = _facts(os.fspath(path), wanted)
+    if is_object_path(path):
+        facts = _as_written(facts)
     kind, where = facts["kind"], facts["path"]
     if wanted.ranks is not None and kind != "checkpoint":
         raise SourceError(
@@ -84,6 +87,15 @@ def inspect(
             what = "parameter" if kind == "strategy" else "tensor"
             raise no_such_name(what, glob, _names(_facts(where, wanted._replace(names=None))), where)
     return {**facts, "names": names if isinstance(names, str) else list(globs)}
+
+
+def _as_written(facts: Any) -> Any:
+    """Return plain values with addresses in object stores as people write them."""
+    if isinstance(facts, dict):
+        return {key: _as_written(value) for key, value in facts.items()}
+    if isinstance(facts, list | tuple):
+        return type(facts)(map(_as_written, facts))
+    return with_addresses(facts) if isinstance(facts, str) else facts
 
 
 def no_such_name(what: str, pattern: str, names: Iterable[str], where: str) -> SourceError:

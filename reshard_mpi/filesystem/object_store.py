@@ -14,10 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from reshard_mpi.errors import DisagreementError, StoreError, StoreUnreachableError, UsageError
 from reshard_mpi.filesystem.paths import OBJECTS
+
+if TYPE_CHECKING:
+    from datetime import datetime
 
 _PREFIX = "s3://"
 # Attempts at one request: botocore's own, and ours where an answer breaks off, which botocore does not try again.
@@ -73,12 +76,25 @@ class ObjectState(NamedTuple):
 
     tag: str
     size_bytes: int
-    modified_ns: int  # since 1970, in whole seconds, since not all answers tell more
+    modified_ns: int  # since 1970; what is below a second, which not all answers tell, stands for the tag
+
+    @classmethod
+    def of(cls, tag: str, size_bytes: int, modified: datetime) -> ObjectState:
+        """Return the state by an answer of the store, which has its tag in quotes.
+
+        What replaces an object within a second has another time, as it would among files.
+        """
+        tag = tag.strip('"')
+        return cls(tag, size_bytes, int(modified.timestamp()) * 10**9 + _number_of(tag) % 10**9)
 
     @property
     def inode(self) -> int:
         """A number that stands for the content, in the place where a file has its inode."""
-        return int.from_bytes(hashlib.sha256(self.tag.encode()).digest()[:7])
+        return _number_of(self.tag)
+
+
+def _number_of(tag: str) -> int:
+    return int.from_bytes(hashlib.sha256(tag.encode()).digest()[:7])
 
 
 class _Connection:
@@ -197,11 +213,7 @@ def changed(place: ObjectPlace) -> DisagreementError:
 def state_of(place: ObjectPlace) -> ObjectState:
     """Return an object as it is now. Raises as `asked` does."""
     answer = asked(place, lambda store: store.head_object(Bucket=place.bucket, Key=place.key))
-    return _state(answer["ETag"], answer["ContentLength"], answer["LastModified"])
-
-
-def _state(tag: str, size_bytes: int, modified: Any) -> ObjectState:
-    return ObjectState(tag.strip('"'), size_bytes, int(modified.timestamp()) * 10**9)
+    return ObjectState.of(answer["ETag"], answer["ContentLength"], answer["LastModified"])
 
 
 class ListedPage(NamedTuple):
@@ -224,7 +236,7 @@ def listing(place: ObjectPlace, prefix: str, *, by_folder: bool) -> Iterator[Lis
         page = asked(place, partial(_list, arguments))
         yield ListedPage(
             {
-                found["Key"]: _state(found["ETag"], found["Size"], found["LastModified"])
+                found["Key"]: ObjectState.of(found["ETag"], found["Size"], found["LastModified"])
                 for found in page.get("Contents", ())
             },
             tuple(found["Prefix"] for found in page.get("CommonPrefixes", ())),

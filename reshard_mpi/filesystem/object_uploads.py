@@ -75,7 +75,7 @@ def put(
     if answer is None:
         return None
     dated = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
-    state = ObjectState(answer["ETag"].strip('"'), len(content), int(dated.timestamp()) * 10**9)
+    state = ObjectState.of(answer["ETag"], len(content), dated)
     object_listing.add(place, state)
     return state
 

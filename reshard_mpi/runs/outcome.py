@@ -15,7 +15,7 @@ from reshard_mpi.planning.source_flaws import (
     modified_warning,
     warnings_of,
 )
-from reshard_mpi.text import counted
+from reshard_mpi.text import counted, with_addresses
 
 if TYPE_CHECKING:
     from reshard_mpi.journal.target_records import TensorSum
@@ -216,15 +216,21 @@ class Report(NamedTuple):
 
     @classmethod
     def of(cls, outcome: Outcome, seconds: float) -> Report:
-        """Return the report of a run. What several processes have compared of one shard is added up."""
+        """Return the report of a run. What several processes have compared of one shard is added up.
+
+        Addresses of objects are as people write them.
+        """
         shards: dict[tuple[int, str], ShardReport] = {}
-        for rank, path, tensors, read_bytes, by, *_ in outcome.checked:
+        for rank, shard_path, tensors, read_bytes, by, *_ in outcome.checked:
+            path = with_addresses(shard_path)
             so_far = shards.get((rank, path), ShardReport(rank, path, 0, 0, by))
             added = so_far._replace(tensors=so_far.tensors + tensors, read_bytes=so_far.read_bytes + read_bytes)
             shards[rank, path] = added
         checked = tuple(shards.values())
         processes, comparison = outcome.processes, outcome.comparison
-        return cls(outcome.targets, outcome.notes, outcome.warnings, seconds, processes, checked, comparison)
+        targets = tuple(target._replace(path=with_addresses(target.path)) for target in outcome.targets)
+        notes, warnings = (tuple(map(with_addresses, texts)) for texts in (outcome.notes, outcome.warnings))
+        return cls(targets, notes, warnings, seconds, processes, checked, comparison)
 
     @property
     def tensors(self) -> int:
