@@ -57,6 +57,17 @@ def check_local_path(value: object, name: str) -> str:
     return path
 
 
+_ENDPOINT = re.compile(r"https?://[^/\s?#@]+(/[^\s?#]*)?")
+
+
+def check_endpoint(value: object, name: str) -> str:
+    """Return the address of a server as a str. Raises UsageError if it is none."""
+    if not isinstance(value, str) or not _ENDPOINT.fullmatch(value):
+        expected = "the address of a store that speaks S3, as https://HOST or http://HOST:PORT"
+        raise UsageError(f"{name} is no address of a server", expected=expected, got=repr(value))
+    return value
+
+
 def check_map(value: object, name: str) -> str:
     """Return a map as a str: a path, the name of one that comes with the program, or an equation."""
     if value == "":
@@ -260,6 +271,7 @@ def one_of(*words: str) -> Kind:
 
 PATH = Kind(check_path)
 LOCAL_PATH = Kind(check_local_path)
+ENDPOINT = Kind(check_endpoint)
 FLAG = Kind(check_flag, action="store_true")
 TEXT = Kind(check_text)
 TEXTS = Kind(check_text, action="append")

@@ -13,6 +13,7 @@ from reshard_mpi.cli.option_parser import (
     add,
     add_accumulated,
     add_comparison,
+    add_endpoint,
     add_equations,
     add_files,
     add_jobs,
@@ -78,6 +79,8 @@ def parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         )
         command.set_defaults(command=name)
         add_arguments(command)
+        if name not in _OF_NO_FILES:
+            add_endpoint(command)
         command.usage = f"{_PROGRAM} {name} {_usage(command)}"
     return top
 
@@ -384,6 +387,8 @@ def request(options: argparse.Namespace) -> Request:
     return Request.of(given)._replace(recorded=options.command not in ("verify", "diff", "audit"))
 
 
+# The commands that take no addresses in object stores.
+_OF_NO_FILES = frozenset(("governor", "help", "completion", "demo"))
 _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "transform": ("reshard the checkpoint SRC into the folder DST", _add_transform),
     "plan": ("show what transform would do, writing nothing", _add_plan),

@@ -40,25 +40,26 @@ _START_MINUTES = 10
 _PLAIN = {ord(char): char for char in string.ascii_letters + string.digits + "-+._/ ~=,:@%"}
 
 
-def cluster_script(runner: str, request: Request, plan: Plan, target_ranks: int) -> str:
+def cluster_script(runner: str, request: Request, plan: Plan, target_ranks: int, *, endpoint: str | None = None) -> str:
     """Return a script for `sbatch`, or a manifest for `kubectl create`.
 
     Args:
         runner: "slurm" or "kubernetes".
         plan: of the targets that are still to be made.
         target_ranks: how many there are in all.
+        endpoint: the object store that addresses lie in, if it was named.
 
     Raises UsageError for paths that a manifest cannot have.
     """
-    return (_array_script if runner == "slurm" else _job_manifest)(request, plan, target_ranks)
+    return (_array_script if runner == "slurm" else _job_manifest)(request, plan, target_ranks, endpoint)
 
 
-def _array_script(request: Request, plan: Plan, target_ranks: int) -> str:
+def _array_script(request: Request, plan: Plan, target_ranks: int, endpoint: str | None) -> str:
     tasks = min(target_ranks, _MAX_TASKS)
     peak_bytes = _peak_bytes(plan)
     task_bytes = _task_bytes(plan, target_ranks, tasks)
     minutes = _START_MINUTES + -(-task_bytes // (_RATE_BYTES_PER_SECOND * 60))
-    commit = _word(f"reshard-mpi commit {_path(request.target)}")
+    commit = _word(" ".join(["reshard-mpi commit", _path(request.target), *_of_store(endpoint)]))
     lines = [
         *_made_by("slurm", plan, target_ranks),
         _sharing(target_ranks, tasks),
@@ -86,18 +87,18 @@ def _array_script(request: Request, plan: Plan, target_ranks: int) -> str:
         "#SBATCH --open-mode=append",
         "#SBATCH --output=reshard_%A_%a.log",
     ]
-    command = _command(request._replace(map=request.map_words), f"$SLURM_ARRAY_TASK_ID/{tasks}")
+    command = _command(request._replace(map=request.map_words), f"$SLURM_ARRAY_TASK_ID/{tasks}", endpoint)
     return "\n".join(["#!/bin/bash", *_comment(lines), "#", *settings, "", command, ""])
 
 
-def _job_manifest(request: Request, plan: Plan, target_ranks: int) -> str:
+def _job_manifest(request: Request, plan: Plan, target_ranks: int, endpoint: str | None) -> str:
     """Return an Indexed Job, one index for each target, as YAML, in which texts are written as in JSON."""
     tasks = min(target_ranks, _MAX_INDEXES)
     # A map that comes with the program lies elsewhere in the image, and is known by its name there.
     shipped = {path: name for name in request.map if (path := map_path(name)) is not None and path != Path(name)}
     maps = tuple(shipped.get(Path(word), word) for word in request.map_words)
     request = request._replace(map=maps)
-    command, folders = _command(request, f"auto/{tasks}"), list(_folders(request))
+    command, folders = _command(request, f"auto/{tasks}", endpoint), list(_folders(request))
     for folder, _ in folders:
         if ":" in folder or not folder.isprintable():
             raise UsageError(
@@ -210,7 +211,11 @@ def _sharing(target_ranks: int, tasks: int) -> str:
     return f"There are {tasks} tasks, since SLURM by default takes no more than 1001, so each makes several of them."
 
 
-def _command(request: Request, part: str) -> str:
+def _of_store(endpoint: str | None) -> list[str]:
+    return [] if endpoint is None else [f"--s3-endpoint={_word(endpoint)}"]
+
+
+def _command(request: Request, part: str, endpoint: str | None) -> str:
     """Return the one command of a task. exec: signals reach the program itself."""
     lines = [f"exec reshard-mpi transform {_path(request.source)} {_path(request.target)}"]
     for option in OPTIONS.values():
@@ -222,6 +227,7 @@ def _command(request: Request, part: str) -> str:
                 lines.append(
                     f"{option.flag}={_path(value) if option.kind is PATH else _word(with_addresses(str(value)))}"
                 )
+    lines += _of_store(endpoint)
     again = [] if request.overwrite else ["--resume"]
     lines.append(" ".join([f'--part "{part}"', *again, "--jobs 1"]))
     return " \\\n    ".join(lines)

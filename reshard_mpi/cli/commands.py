@@ -63,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         require_stack()
         options = parser(sys.argv[1:] if arguments is None else arguments).parse_args(arguments)
+        if endpoint := getattr(options, "s3_endpoint", None):
+            os.environ["AWS_ENDPOINT_URL_S3"] = endpoint  # which botocore looks at, in workers as well
         code = _COMMANDS[options.command](options)
     except (KeyboardInterrupt, Terminated) as stop:
         code = stopped_by(stop) or INTERRUPTED
@@ -233,7 +235,7 @@ def _plan(options: argparse.Namespace) -> int:
                 from reshard_mpi.cli.cluster_scripts import cluster_script
 
                 target_ranks = len(planned.targets) + len(outcome.targets)
-                script = cluster_script(options.script, asked, planned, target_ranks)
+                script = cluster_script(options.script, asked, planned, target_ranks, endpoint=options.s3_endpoint)
                 show(os.fsencode(script))  # paths in it may be of any bytes
                 _tell(outcome, options)
             else:

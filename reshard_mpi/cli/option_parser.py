@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from reshard_mpi import formats
 from reshard_mpi.cli.output import show
 from reshard_mpi.errors import UsageError
-from reshard_mpi.options import LOCAL_PATH, OPTIONS, PATH, Kind
+from reshard_mpi.options import ENDPOINT, LOCAL_PATH, OPTIONS, PATH, Kind
 from reshard_mpi.processes import comm
 from reshard_mpi.text import did_you_mean, one_line, shortened
 
@@ -193,6 +193,17 @@ def add_progress(parser: argparse._ActionsContainer) -> None:
         choices=("auto", "plain", "none"),
         default="auto",
         help="auto: a bar on a terminal, else a line every few seconds, as plain (default: %(default)s)",
+    )
+
+
+def add_endpoint(parser: argparse.ArgumentParser) -> None:
+    """Add the option of commands that take addresses in object stores."""
+    parser.add_argument(
+        "--s3-endpoint",
+        type=reader_of(ENDPOINT),
+        metavar="URL",
+        help="the store that s3:// addresses lie in, as https://minio.example:9000 (default: AWS_ENDPOINT_URL_S3,"
+        " AWS_ENDPOINT_URL, or what the profile says; else Amazon's)",
     )
 
 

