@@ -104,6 +104,8 @@ class ObjectFile(SourceFile):
 
     __slots__ = ("_ahead", "_place", "_recent", "_recent_start", "_state")
 
+    is_far = True
+
     def __init__(self, path: str, place: ObjectPlace, state: ObjectState) -> None:
         self.path = path
         self.version = version_of_state(state)
@@ -138,6 +140,10 @@ class ObjectFile(SourceFile):
         ((begin, fetched),) = self._fetched([self._grain(offset + len(content), end)])
         kept.add(begin, fetched)
         return content + fetched[offset + len(content) - begin : end - begin]
+
+    def is_at_hand(self, offset: int, end: int) -> bool:
+        end = min(end, self.size_bytes)
+        return len(_KEPT.of(self._place, self._state).content(offset, end)) >= end - offset
 
     def will_read(self, spans: Iterable[tuple[int, int]]) -> None:
         """Fetch parts of the structure at once that are going to be read, each from one byte to another."""

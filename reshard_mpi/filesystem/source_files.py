@@ -13,7 +13,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, NamedTuple, Protocol, Self, cast
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.paths import is_object_path
@@ -72,6 +72,9 @@ class SourceFile:
 
     __slots__ = ("_descriptor", "path", "size_bytes", "version")
 
+    # Whether what was not read before is asked for from afar, so that it pays to ask for much at once.
+    is_far: ClassVar[bool] = False
+
     def __init__(self, path: str, descriptor: int) -> None:
         """Read the file that is open as `descriptor`, and is closed by whoever opened it. Raises OSError for others."""
         status = os.fstat(descriptor)
@@ -96,6 +99,10 @@ class SourceFile:
 
     def will_read(self, spans: Iterable[tuple[int, int]]) -> None:
         """Be told which bytes are read next, from one to another: a store is asked for all of them at once."""
+
+    def is_at_hand(self, offset: int, end: int) -> bool:
+        """Tell whether bytes are read without a request to a store."""
+        return True
 
     def read_ahead_by(self, ahead: ReadAhead | None) -> None:
         """Be told what fetches parts of it ahead, if it is an object."""

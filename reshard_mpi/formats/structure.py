@@ -71,6 +71,19 @@ def opened(path: str) -> Iterator[SourceFile]:
         yield file
 
 
+def ends_of(file: SourceFile) -> list[Span]:
+    """Return the spans of the first and the last byte of a file, for one whose structure lies at both ends."""
+    return [(0, 1), (file.size_bytes - 1, file.size_bytes)]
+
+
+def foreseen(file: SourceFile, spans: Sequence[Span]) -> Iterator[Span]:
+    """Yield spans of a file that are read one by one; an object store is asked for many at once before."""
+    for number, span in enumerate(spans):
+        if file.is_far and number % _FORESEEN_SPANS == 0:
+            file.will_read(spans[number : number + _FORESEEN_SPANS])
+        yield span
+
+
 def crc32_of(file: SourceFile, span: Span, crc: int = 0, on_bytes: Callable[[int], None] = lambda _: None) -> int:
     """Return the CRC-32 of bytes of a file, continued from `crc`. Raises ShardError if the file has become shorter.
 

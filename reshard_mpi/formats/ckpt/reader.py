@@ -63,6 +63,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     or a tensor whose content is not as long as its dims and type say.
     """
     with structure.opened(path) as file:
+        file.will_read(structure.ends_of(file))
         if like is not None and like.header_digest is not None and of_file(file, like.tensors) == like.header_digest:
             return like.at(path)
         reader = WireReader(file)

@@ -11,6 +11,7 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.paths import START_BYTES
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import structure
+from reshard_mpi.formats.ckpt.steps import Steps
 from reshard_mpi.formats.locations import ByteRange
 from reshard_mpi.protobuf_wire import LENGTH, MAX_VARINT_BYTES, VARINT, encode_length, encode_varint
 
@@ -47,6 +48,7 @@ class WireReader:
         self._base = 0
         self._window = b""
         self._fields = 0
+        self._steps = Steps() if file.is_far else None
 
     def damage(self, problem: str, offset: int, *, expected: str = "", got: str = "", remedy: str = "") -> ShardError:
         """Return the error that says `problem` was found at byte `offset`."""
@@ -57,8 +59,7 @@ class WireReader:
         window_offset = offset - self._base
         if window_offset >= 0 and window_offset + length_bytes <= len(self._window):
             return self._window[window_offset : window_offset + length_bytes]
-        self._window = self._file.read(offset, max(length_bytes, _WINDOW_BYTES))
-        self._base = offset
+        self._read_window(offset, max(length_bytes, _WINDOW_BYTES))
         if len(self._window) < length_bytes:
             raise self.cut_short(offset)
         return self._window[:length_bytes]
@@ -72,9 +73,15 @@ class WireReader:
         if not base <= offset <= self._last_in_window:
             near = base <= offset <= base + 2 * size
             length_bytes = min(2 * size, _LARGE_WINDOW_BYTES) if near and size else _WINDOW_BYTES
-            self._window = self._file.read(offset, length_bytes)
-            self._base = offset
+            self._read_window(offset, length_bytes)
         return self._window, self._base, self._last_in_window
+
+    def _read_window(self, offset: int, length_bytes: int) -> None:
+        if self._steps is not None:
+            self._steps.add(offset)
+            if not self._file.is_at_hand(offset, offset + length_bytes):
+                self._file.will_read([(offset, offset + length_bytes), *self._steps.ahead()])
+        self._window, self._base = self._file.read(offset, length_bytes), offset
 
     @property
     def _last_in_window(self) -> int:

@@ -6,7 +6,7 @@ with those met before, byte by byte, and parsed where it is another one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
@@ -28,6 +28,8 @@ _MAX_KNOWN = 64
 # Objects are mostly numbers and short lists; this number of small ones is kept parsed.
 _SMALL_BYTES, _MAX_REMEMBERED = 4 * KIB, 1024
 _CRC_BYTES = 4
+# Of so many items an object store is asked for all parts of the structure at once.
+_FORESEEN_ITEMS = 512
 _PART_BYTES = 100
 
 
@@ -139,6 +141,17 @@ def named(key: ItemKey) -> str:
     return repr(key.name) if key.offsets is None else f"the chunk of {key.name!r} at {list(key.offsets)}"
 
 
+def _spans(items: Iterable[WantedItem]) -> Iterator[tuple[int, int]]:
+    """Yield the spans of a file that are read of items: all of small objects, else before and behind payloads."""
+    for item in items:
+        end = item.offset_bytes + item.length_bytes
+        if item.kind is None and item.length_bytes <= _SMALL_BYTES:
+            yield item.offset_bytes, end
+        else:
+            yield item.offset_bytes, min(item.offset_bytes + _HEAD_BYTES, end)
+            yield max(item.offset_bytes, end - _TAIL_BYTES), end
+
+
 class _Locating:
     """A file while its items are located."""
 
@@ -152,7 +165,9 @@ class _Locating:
         storages: dict[str, StoragePlace] = {}
         unreadable: dict[ItemKey, str] = {}
         kinds: dict[TensorType, int] = {}
-        for item in ordered:
+        for number, item in enumerate(ordered):
+            if number % _FORESEEN_ITEMS == 0 and self._file.is_far:
+                self._file.will_read(_spans(ordered[number : number + _FORESEEN_ITEMS]))
             if item.kind is None:
                 content = self._object(item)
                 objects[item.key] = content.root

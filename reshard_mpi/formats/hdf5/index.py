@@ -66,7 +66,7 @@ def write(fd: int, scratch: SourceFile, manifest: Manifest, places: TextPlaces) 
     }
     body = json.dumps(facts, separators=(",", ":")).encode()
     end = scratch.size_bytes
-    checksum = _checksum(scratch, _structure(_payloads(tensors), places.sums, end))
+    checksum = _checksum(scratch, [*_structure(_payloads(tensors), places.sums, end)])
     structure.write_all(fd, _HEAD.pack(MARK, crc32(body), checksum, 0, len(body)) + body, end)
 
 
@@ -164,12 +164,14 @@ class _Index(NamedTuple):
         return offset_bytes, size_bytes
 
     def manifest(self) -> Manifest:
-        places, names = self.places, self._contents()
+        places = self.places
+        self.file.will_read([(start, start + length) for start, length in (places.strategy, places.contents)])
+        names = self._contents()
         rank, world_size = (_whole(self.facts[name]) for name in ("rank", "world_size"))
         _require(0 <= rank < world_size <= _LONGEST)
         strategy = self.file.read_exactly(*places.strategy).decode()
         tensors = self._tensors(names[0])
-        own = _structure(_payloads(tensors), places.sums, self.end)
+        own = [*_structure(_payloads(tensors), places.sums, self.end)]
         _require(_checksum(self.file, own) == self.structure_checksum)
         return Manifest(self.file.path, native_names.NAME, tensors, names[1], ShardIdentity(rank, world_size, strategy))
 
@@ -223,9 +225,9 @@ def _structure(payloads: Iterable[FileRange], sums: FileRange | None, end: int) 
             last = offset_bytes + size_bytes
 
 
-def _checksum(file: SourceFile, spans: Iterable[FileRange]) -> int:
+def _checksum(file: SourceFile, spans: Sequence[FileRange]) -> int:
     checksum = 0
-    for start, stop in spans:
+    for start, stop in structure.foreseen(file, spans):
         for offset in range(start, stop, _READ_BYTES):
             checksum = crc32(file.read_exactly(offset, min(_READ_BYTES, stop - offset)), checksum)
     return checksum

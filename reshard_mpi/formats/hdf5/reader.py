@@ -118,6 +118,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     if a dataset has a type that no tensor has.
     """
     with structure.opened(path) as file:
+        file.will_read(structure.ends_of(file))
         manifest = index.locate(file, end_of_file(file))
         if manifest is None:
             from reshard_mpi.formats.hdf5 import reader_process  # for files that this program did not write

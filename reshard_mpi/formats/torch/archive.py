@@ -7,6 +7,7 @@ nothing is compressed: sizes and places come from the central directory, and eve
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from struct import Struct
 from typing import NamedTuple
 
@@ -36,6 +37,10 @@ _FOLDER = 0x10
 # Members besides storages: a dozen.
 _MAX_MEMBERS = structure.MAX_TENSORS + 1000
 _MAX_DIRECTORY_BYTES = 32 * MIB
+# A local header follows the sizes of the member before it.
+_BEFORE_HEADER_BYTES = 64
+# Of so many entries an object store is asked for all local headers at once.
+_FORESEEN_ENTRIES = 1024
 # The headers of small members are as close together; then as much is read at once.
 _NEAR_BYTES, _READ_BYTES = 1 << 10, 64 << 10
 
@@ -66,9 +71,9 @@ def storage_entries(directory: bytes | bytearray) -> Iterator[int]:
             yield offset
 
 
-def _outlines(directory: bytes | bytearray) -> Iterator[tuple[int, int, int]]:
-    """Yield of each entry where it begins, its flags, and how long its name is."""
-    offset, last = 0, len(directory) - ENTRY.size
+def _outlines(directory: bytes | bytearray, offset: int = 0) -> Iterator[tuple[int, int, int]]:
+    """Yield of each entry from byte `offset` on where it begins, its flags, and how long its name is."""
+    last = len(directory) - ENTRY.size
     while offset <= last:
         flags, name_bytes, extra_bytes, comment_bytes = _OF_ENTRY.unpack_from(directory, offset)
         yield offset, flags, name_bytes
@@ -109,7 +114,9 @@ class Archive:
         by_name: dict[str, Member] = {}
         extents: list[tuple[int, int]] = []
         offset = 0
-        for _ in range(count):
+        for number in range(count):
+            if self.file.is_far and number % _FORESEEN_ENTRIES == 0:
+                self.file.will_read(self._header_spans(directory, offset))
             offset, name, local_start, member = self._member(directory, offset, start)
             if name in by_name:
                 raise self._damage("two members of a shard have the same name", start + offset, got=repr(name))
@@ -119,6 +126,17 @@ class Archive:
             raise self._damage("the directory of a shard has another length than it says", start + offset)
         self._require_disjoint(extents)
         return by_name
+
+    def _header_spans(self, directory: bytes, first: int) -> Iterator[tuple[int, int]]:
+        """Yield where the local headers of the next entries lie in the file; only as far as entries are sound."""
+        for offset, _, name_bytes in islice(_outlines(directory, first), _FORESEEN_ENTRIES):
+            *_, extra_bytes, _, _, _, _, start = ENTRY.unpack_from(directory, offset)
+            extra_at = offset + ENTRY.size + name_bytes
+            if start == FULL_4:  # behind the sizes, where these are too large as well
+                start = int.from_bytes(directory[extra_at : extra_at + extra_bytes][-8:], "little")
+            start += self._first_byte
+            # What follows the payload before it is part of the structure, too.
+            yield max(start - _BEFORE_HEADER_BYTES, 0), start + LOCAL.size + name_bytes
 
     def directory(self) -> tuple[int, bytes, int]:
         """Return where the central directory begins, its bytes, and how many members it lists.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import NamedTuple
 from zlib import crc32
 
@@ -86,6 +87,7 @@ def content_of(file: SourceFile, prefix: str = "") -> FileContent:
     Args:
         prefix: of the keys of storages in what is returned.
     """
+    file.will_read(structure.ends_of(file))
     start = file.read(0, START_BYTES)
     if is_archive(start):
         return of_archive(Archive(file), prefix=prefix)
@@ -206,7 +208,10 @@ def _legacy_content(data: bytes, file: SourceFile, prefix: str) -> FileContent:
     root, offset = load(data, offset, storages.readers)
     keys, offset = load(data, offset)
     starts: dict[str, int] = {}
-    for key, (elements, length_bytes) in zip(_checked(keys, storages, offset), _sizes(keys, storages, offset)):
+    checked, sizes = _checked(keys, storages, offset), [*_sizes(keys, storages, offset)]
+    ends = accumulate((_COUNT_BYTES + length_bytes for _, length_bytes in sizes), initial=offset)
+    counts = structure.foreseen(file, [(end, end + _COUNT_BYTES) for end in ends][:-1])
+    for key, (elements, length_bytes), _ in zip(checked, sizes, counts):
         counted = file.read(offset, _COUNT_BYTES)
         start = offset + _COUNT_BYTES
         starts[prefix + key] = start
