@@ -189,6 +189,8 @@ def summary(outcome: Outcome, seconds: float, *, is_verified: bool) -> str:
     done = "wrote and verified" if is_verified else "wrote"
     speed = f", {_speed(sum(target.written_bytes for target in written), seconds)}" if written else ""
     text = f"{done} {counted(len(written), 'shard')}{speed}"
+    copied_bytes = sum(target.store_copied_bytes for target in written)
+    text += f", {format_bytes(copied_bytes)} copied inside the store" if copied_bytes else ""
     text += f"; {skipped} {'was' if skipped == 1 else 'were'} complete already" if skipped else ""
     paths = [target.path for target in outcome.targets]
     kind = formats.name_of(paths[0]) if len(paths) == 1 else None

@@ -36,6 +36,7 @@ class TargetReport(NamedTuple):
     written_bytes: int
     needed_bytes: int = 0
     requested_bytes: int = 0  # read from source files
+    store_copied_bytes: int = 0  # of the target, copied by an object store from its sources, and neither read nor sent
     mapped_bytes: int = 0  # mapped of them
     seconds: float = 0.0  # for all that was done for it
     # of these, for moving bytes; waited_seconds: for waiting for memory; each the longest of any process

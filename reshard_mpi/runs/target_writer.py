@@ -80,6 +80,7 @@ class ShareReport(NamedTuple):
     rank: int
     waited_seconds: float
     requested_bytes: int = 0
+    store_copied_bytes: int = 0
     mapped_bytes: int = 0
     seconds: float = 0.0
     overflows: tuple[Overflow, ...] = ()
@@ -123,7 +124,7 @@ def fill_file(
         for spec in (plan.tensors.specs if traffic.overflows else ())
         if spec.name in traffic.overflows
     )
-    return ShareReport(plan.target_rank, 0.0, traffic.requested_bytes, traffic.mapped_bytes, seconds, overflows)
+    return ShareReport(plan.target_rank, 0.0, traffic.requested_bytes, 0, traffic.mapped_bytes, seconds, overflows)
 
 
 T = TypeVar("T")
@@ -196,6 +197,8 @@ class Writer:
             filled = fill_file(
                 plan, manifest, publication.descriptor, None, self._limits, self._progress.moved, staging
             )
+            if staging is not None:
+                filled = filled._replace(store_copied_bytes=staging.copied_bytes)
             sums: tuple[TensorSum, ...] = ()
             if self._run.request.verify:
                 sums = self._verified(plan, manifest, publication.descriptor, None, plan.written_bytes)
@@ -392,6 +395,7 @@ class Writer:
             written_bytes=plan.written_bytes,
             needed_bytes=plan.needed_bytes,
             requested_bytes=sum(part.requested_bytes for part in filled),
+            store_copied_bytes=sum(part.store_copied_bytes for part in filled),
             mapped_bytes=sum(part.mapped_bytes for part in filled),
             seconds=time.monotonic() - begin,
             engine_seconds=max(part.seconds for part in filled),
