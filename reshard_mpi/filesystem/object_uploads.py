@@ -126,6 +126,12 @@ def abort(place: ObjectPlace, upload_id: str) -> None:
     asked(place, request)
 
 
+def wants_uniform_parts() -> bool:
+    """Tell whether the store wants all parts but the last equally long, as Cloudflare's R2 does."""
+    endpoint = urlsplit(client().meta.endpoint_url).hostname or ""
+    return endpoint.endswith(_UNIFORM_STORE)
+
+
 class FilePart(io.RawIOBase):
     """A part of a file as a stream of its own, which is read while it is sent: no copy of it lies in memory."""
 
@@ -173,16 +179,15 @@ class Upload:
     """An object that is sent in parts. Threads may send parts at the same time."""
 
     def __init__(self, place: ObjectPlace, upload_id: str, token: str, *, has_crc: bool) -> None:
+        """Go on with an upload that was begun with a token, which the object has in its metadata.
+
+        Args:
+            has_crc: whether its parts, and the whole, have a CRC-32.
+        """
         self.place = place
         self.upload_id = upload_id
-        self._token = token
-        self._has_crc = has_crc
-
-    @property
-    def wants_uniform_parts(self) -> bool:
-        """Whether the store wants all parts but the last equally long, as Cloudflare's R2 does."""
-        endpoint = urlsplit(client().meta.endpoint_url).hostname or ""
-        return endpoint.endswith(_UNIFORM_STORE)
+        self.token = token
+        self.has_crc = has_crc
 
     @classmethod
     def begin(cls, place: ObjectPlace, metadata: Mapping[str, str]) -> Upload:
@@ -204,7 +209,7 @@ class Upload:
 
     def send(self, number: int, content: FilePart) -> SentPart:
         """Send a part. Raises as `object_store.asked` does, TargetError if the upload has been aborted."""
-        crc, md5 = content.sums(with_md5=not self._has_crc)
+        crc, md5 = content.sums(with_md5=not self.has_crc)
         checksum = {"ContentMD5": md5} if md5 else {"ChecksumCRC32": _base64(crc)}
         answer = self._asked(
             lambda store: store.upload_part(
@@ -217,6 +222,28 @@ class Upload:
             )
         )
         return SentPart(number, answer["ETag"], content.length_bytes, crc)
+
+    def parts(self) -> list[SentPart]:
+        """Return the parts that the store has, by their numbers; none if the upload is gone.
+
+        Raises as `object_store.asked` does.
+        """
+        found, marks = list[SentPart](), dict[str, int]()
+        while True:
+            try:
+                answer = self._asked(partial(self._list_parts, marks))
+            except TargetError:
+                return []
+            for part in answer.get("Parts", ()):
+                told = part.get("ChecksumCRC32") if self.has_crc else None
+                crc = None if told is None else int.from_bytes(base64.b64decode(told), "big")
+                found.append(SentPart(part["PartNumber"], part["ETag"], part["Size"], crc))
+            if not answer.get("IsTruncated"):
+                return found
+            marks = {"PartNumberMarker": answer["NextPartNumberMarker"]}
+
+    def _list_parts(self, marks: dict[str, int], store: Any) -> Any:
+        return store.list_parts(Bucket=self.place.bucket, Key=self.place.key, UploadId=self.upload_id, **marks)
 
     def copy(self, number: int, source: ObjectPlace, state: ObjectState, offset: int, length_bytes: int) -> SentPart:
         """Have the store copy a range of another object into a part.
@@ -237,7 +264,7 @@ class Upload:
             source,
         )
         result = answer["CopyPartResult"]
-        told = result.get("ChecksumCRC32") if self._has_crc else None
+        told = result.get("ChecksumCRC32") if self.has_crc else None
         crc = None if told is None else int.from_bytes(base64.b64decode(told), "big")
         return SentPart(number, result["ETag"], length_bytes, crc)
 
@@ -251,10 +278,10 @@ class Upload:
         """
         listed = [
             {"PartNumber": part.number, "ETag": part.tag}
-            | ({"ChecksumCRC32": _base64(part.crc)} if self._has_crc and part.crc is not None else {})
+            | ({"ChecksumCRC32": _base64(part.crc)} if self.has_crc and part.crc is not None else {})
             for part in parts
         ]
-        crc = crc_of_whole(parts) if self._has_crc else None
+        crc = crc_of_whole(parts) if self.has_crc else None
         whole = {} if crc is None else {"ChecksumCRC32": _base64(crc), "ChecksumType": "FULL_OBJECT"}
         condition = {"IfNoneMatch": "*"} if only_new else {}
         try:
@@ -285,7 +312,7 @@ class Upload:
 
     def _is_in_place(self) -> bool:
         try:
-            return metadata_of(self.place).get(_TOKEN) == self._token
+            return metadata_of(self.place).get(_TOKEN) == self.token
         except FileNotFoundError:
             return False
 

@@ -2,24 +2,29 @@
 
 A store has no locks, and needs none: targets are determined by the run, objects appear whole, and `run.json` is
 written on the condition that there is none, or that it is the one that was read. Whoever begins a target aborts all
-other uploads of its name, so a writer that was stopped meanwhile ends. A target is recorded when it is in place; one
+other uploads of its name, so a writer that was stopped meanwhile ends; with `--resume` the one that a process of the
+run has left behind goes on. A target is recorded when it is in place; one
 whose writer has died in between says itself which run it is of, and is made again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from reshard_mpi import __version__
 from reshard_mpi.errors import StoreError, TargetError
 from reshard_mpi.filesystem import object_listing, object_uploads
 from reshard_mpi.filesystem.folders import Say
 from reshard_mpi.filesystem.object_folders import ObjectFolder
+from reshard_mpi.filesystem.object_parts import PlannedPart
 from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, state_of
-from reshard_mpi.filesystem.object_uploads import Upload
+from reshard_mpi.filesystem.object_uploads import SentPart, Upload
 from reshard_mpi.filesystem.source_files import is_folder, is_taken
 from reshard_mpi.journal.file_ownership import (
     leftover_index,
@@ -28,8 +33,8 @@ from reshard_mpi.journal.file_ownership import (
     require_own_target,
 )
 from reshard_mpi.journal.object_publication import ObjectPublication
-from reshard_mpi.journal.provenance import TargetInputs
-from reshard_mpi.journal.record_files import STATE, record_path, recorded_ranks, run_path
+from reshard_mpi.journal.provenance import Sources, TargetInputs
+from reshard_mpi.journal.record_files import STATE, read_json, record_path, recorded_ranks, run_path
 from reshard_mpi.journal.run_records import RunIdentity, keep_strategy, strategy_of_run
 from reshard_mpi.journal.target_folders import uncommit
 from reshard_mpi.journal.target_journal import Journal
@@ -185,7 +190,6 @@ class ObjectJournal(Journal):
             if is_taken(path):
                 self._require_known(target_rank, path)
             self._require_own_index()
-        self._abort_uploads(place)
         uncommit(ObjectFolder.open(self.folder), self._index_files)
         was_there = is_taken(path)
         state.remove(record_path(self._state, target_rank).name)
@@ -195,7 +199,7 @@ class ObjectJournal(Journal):
             self._require_begun()
 
         publication = ObjectPublication(
-            partial(Upload.begin, place, {_RUN: self.identity.digest}),
+            partial(self._upload, place, target_rank, evidence.sources),
             check,
             partial(self._confirm_object, target_rank, path, evidence),
             only_new=lambda: not was_there and not self._is_single_writer,
@@ -204,11 +208,34 @@ class ObjectJournal(Journal):
         with publication:
             yield publication
 
-    def _abort_uploads(self, place: ObjectPlace) -> None:
-        """Abort all uploads of a target that others, or an earlier run, have begun."""
-        for upload in object_uploads.unfinished(place):
-            if upload.key == place.key:
-                object_uploads.abort(place, upload.upload_id)
+    def _upload(
+        self, place: ObjectPlace, target_rank: int, sources: Sources, planned: Sequence[PlannedPart]
+    ) -> tuple[Upload, Sequence[SentPart]]:
+        """Go on with the upload of a target that a process of this run has left, or begin one; abort all others.
+
+        Returns the upload, and the parts of it that are there. They are those that would be sent: of the same sources,
+        cut at the same places.
+        """
+        lying = [upload.upload_id for upload in object_uploads.unfinished(place) if upload.key == place.key]
+        made_of = repr((__version__, self.identity.digest, sources.files, sources.versions, planned))
+        digest = hashlib.sha256(made_of.encode(errors="surrogatepass")).hexdigest()
+        facts = read_json(self._upload_path(target_rank)) or {}
+        upload = None
+        if self._resume and facts.get("digest") == digest and facts.get("id") in lying:
+            upload = Upload(place, str(facts["id"]), str(facts.get("token")), has_crc=facts.get("crc") is True)
+        for upload_id in lying:
+            if upload is None or upload_id != upload.upload_id:
+                object_uploads.abort(place, upload_id)
+        if upload is not None and (there := upload.parts()):
+            return upload, there
+        upload = upload or Upload.begin(place, {_RUN: self.identity.digest})
+        facts = {"id": upload.upload_id, "token": upload.token, "crc": upload.has_crc, "digest": digest}
+        object_uploads.put(ObjectPlace.of(self._upload_path(target_rank)), json.dumps(facts).encode())
+        return upload, ()
+
+    def _upload_path(self, target_rank: int) -> Path:
+        """Return the path of the record of the upload of a target that is under way."""
+        return self._state / f"rank_{target_rank}.upload"
 
     def _confirm_object(
         self,
@@ -224,7 +251,9 @@ class ObjectJournal(Journal):
         file = path.relative_to(self.folder).as_posix()
         head = self.identity.digest, target_rank, file, state.size_bytes
         record = TargetRecord(*head, evidence, tuple(sums), None, besides, state.modified_ns, sample, state.inode)
-        record.publish(ObjectFolder(self._state))
+        folder = ObjectFolder(self._state)
+        record.publish(folder)
+        folder.remove(self._upload_path(target_rank).name)
 
     def _require_known(self, target_rank: int, path: Path) -> None:
         said = object_uploads.metadata_of(ObjectPlace.of(path))

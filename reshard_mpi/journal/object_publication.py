@@ -24,7 +24,7 @@ from reshard_mpi.filesystem import object_listing
 from reshard_mpi.filesystem.folders import FileIdentity, close
 from reshard_mpi.filesystem.object_parts import SENT_BYTES, CopiedRun, PlannedPart, plan_parts
 from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, read_range
-from reshard_mpi.filesystem.object_uploads import FilePart, SentPart, Upload
+from reshard_mpi.filesystem.object_uploads import FilePart, SentPart, Upload, wants_uniform_parts
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.structure import write_all
@@ -37,7 +37,7 @@ _UNDER_WAY = 4
 STAGED_BYTES = (_UNDER_WAY + 4) * SENT_BYTES
 _PAGE_BYTES = 4096
 
-Begin = Callable[[], Upload]
+Begin = Callable[[Sequence[PlannedPart]], tuple[Upload, Sequence[SentPart]]]
 Check = Callable[[], None]
 Confirm = Callable[[ObjectState, str, Sequence[TensorSum], str], None]
 
@@ -54,7 +54,7 @@ class ObjectPublication(Publication):
     def __init__(
         self, begin: Begin, check: Check, confirm: Confirm, *, only_new: Callable[[], bool], in_memory: bool
     ) -> None:
-        """begin: begins the upload, before anything is sent.
+        """begin: begins the upload, before anything is sent, or goes on with one; returns what of its parts is there.
 
         Args:
             check: called before the object takes its name; raises if it must not.
@@ -67,7 +67,6 @@ class ObjectPublication(Publication):
         self._confirm_object = confirm
         self._only_new = only_new
         self._in_memory = in_memory
-        self._upload: Upload | None = None
         self._parts: StagedParts | None = None
         self.is_published = False
 
@@ -91,9 +90,9 @@ class ObjectPublication(Publication):
         try:
             if self._parts is not None:
                 self._parts.close()
-            if self._upload is not None and not self.is_published:
+            if self._parts is not None and not self.is_published:
                 with contextlib.suppress(Exception):  # the error that led here is told; the next run gives it up too
-                    self._upload.abort()
+                    self._parts.upload.abort()
         finally:
             close(self.descriptor)
 
@@ -104,8 +103,7 @@ class ObjectPublication(Publication):
             manifest: of the file, which has everything but its payloads.
             runs: what the store may copy by itself, ascending.
         """
-        self._upload = self._begin()
-        self._parts = StagedParts(self.descriptor, self._upload, manifest.tensors.payload_spans(), runs)
+        self._parts = StagedParts(self.descriptor, self._begin, manifest.tensors.payload_spans(), runs)
         return self._parts
 
     def publish(self, sums: Sequence[TensorSum] = (), besides: str = "", *, synced: bool = True) -> None:
@@ -117,13 +115,11 @@ class ObjectPublication(Publication):
         """
         self._check()
         if self._parts is None:
-            self._upload = self._begin()
-            self._parts = StagedParts(self.descriptor, self._upload, (), ())
-        assert self._upload is not None
+            self._parts = StagedParts(self.descriptor, self._begin, (), ())
         sent = self._parts.finish()
         sample = sample_of(SourceFile(str(self.partial), self.descriptor))
         self._check()
-        state = self._upload.complete(sent, only_new=self._only_new())
+        state = self._parts.upload.complete(sent, only_new=self._only_new())
         self.is_published = True
         self._confirm_object(state, sample, sums, besides)
 
@@ -132,34 +128,49 @@ class StagedParts:
     """The parts of a file that is sent while it is filled, or copied inside the store.
 
     Attributes:
+        upload: by which they are sent.
         copied_bytes: how many bytes of the target the store copies by itself.
     """
 
     def __init__(
-        self, descriptor: int, upload: Upload, payloads: Sequence[tuple[int, int]], runs: Sequence[CopiedRun]
+        self, descriptor: int, begin: Begin, payloads: Sequence[tuple[int, int]], runs: Sequence[CopiedRun]
     ) -> None:
         """payloads: spans whose bytes are to come, ascending; all others are there.
 
         Args:
+            begin: as for `ObjectPublication`.
             runs: what the store may copy by itself, ascending.
         """
         self._descriptor = descriptor
-        self._upload = upload
         self._payloads = payloads
         self._ends = [end for _, end in payloads]
         self._size_bytes = os.fstat(descriptor).st_size
-        self._planned = plan_parts(self._size_bytes, runs, is_uniform=upload.wants_uniform_parts)
+        self._planned = plan_parts(self._size_bytes, runs, is_uniform=wants_uniform_parts())
         self._starts = [part.start for part in self._planned]
+        self._sampled = sampled_pages(self._size_bytes)
+        self.upload, there = begin(self._planned)
+        earlier = {
+            part.number - 1: part
+            for part in there
+            if 0 < part.number <= len(self._planned)
+            and part.length_bytes == self._planned[part.number - 1].length_bytes
+        }
+        self._is_elsewhere = [bool(part.path) or number in earlier for number, part in enumerate(self._planned)]
         self.copied_bytes = sum(part.length_bytes for part in self._planned if part.path)
         self._missing = [
-            0 if part.path else sum(end - start for start, end in self._payloads_in(part)) for part in self._planned
+            0 if is_elsewhere else sum(end - start for start, end in self._payloads_in(part))
+            for part, is_elsewhere in zip(self._planned, self._is_elsewhere)
         ]
         self._memory = mmap.mmap(descriptor, self._size_bytes) if payloads and self._size_bytes else None
         self._pool, self._copying = ThreadPoolExecutor(_UNDER_WAY), ThreadPoolExecutor(_UNDER_WAY)
         self._queue: deque[Future[SentPart]] = deque()
-        self._sent: dict[int, Future[SentPart]] = {
-            number: self._copying.submit(self._copy, number) for number, part in enumerate(self._planned) if part.path
-        }
+        self._sent: dict[int, Future[SentPart]] = {}
+        for number, part in enumerate(self._planned):
+            if number in earlier:
+                self._sent[number] = Future()
+                self._sent[number].set_result(earlier[number])
+            elif part.path:
+                self._sent[number] = self._copying.submit(self._copy, number)
 
     def close(self) -> None:
         for pool in (self._pool, self._copying):
@@ -173,7 +184,7 @@ class StagedParts:
         while offset < end:
             part = self._planned[number]
             stop = min(end, part.start + part.length_bytes)
-            if not part.path:
+            if not self._is_elsewhere[number]:
                 self._missing[number] -= stop - offset
                 if self._missing[number] == 0:
                     self._send(number)
@@ -181,18 +192,24 @@ class StagedParts:
             number += 1
 
     def missing_in(self, offset: int, length_bytes: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges, first byte and length, of these bytes that are not in parts which the store copies."""
+        """Yield the ranges, first byte and length, of these bytes that must be written.
+
+        Others are in parts that the store copies, or has got before; but pages of which a sample is taken are needed.
+        """
         end, number = offset + length_bytes, bisect_right(self._starts, offset) - 1
         while offset < end:
-            first = offset
-            while number < len(self._planned) and not self._planned[number].path and offset < end:
-                offset = min(end, self._planned[number].start + self._planned[number].length_bytes)
-                number += 1
-            if first < offset:
-                yield first, offset - first
-            if offset < end:
-                offset = self._planned[number].start + self._planned[number].length_bytes
-                number += 1
+            part = self._planned[number]
+            stop = min(end, part.start + part.length_bytes)
+            if self._is_elsewhere[number]:
+                for page in self._sampled[bisect_right(self._sampled, offset // _PAGE_BYTES - 1) :]:
+                    first, last = max(offset, page * _PAGE_BYTES), min(stop, (page + 1) * _PAGE_BYTES)
+                    if first >= stop:
+                        break
+                    yield first, last - first
+            else:
+                yield offset, stop - offset
+            offset = stop
+            number += 1
 
     def finish(self) -> list[SentPart]:
         """Send all that has not been sent; return the parts. Raises TransformError if bytes have not come."""
@@ -202,16 +219,13 @@ class StagedParts:
                 "a target was not filled as it was planned",
                 expected=f"all bytes of part {incomplete + 1}",
                 got=f"{self._missing[incomplete]} bytes less",
-                where=str(self._upload.place),
+                where=str(self.upload.place),
                 remedy="report this as a bug of reshard-mpi",
             )
         for number in range(len(self._planned)):
             if number not in self._sent:
                 self._send(number)
-        parts = [self._sent[number].result() for number in range(len(self._planned))]
-        if self.copied_bytes:
-            list(self._copying.map(self._fetch_page, sampled_pages(self._size_bytes)))
-        return parts
+        return [self._sent[number].result() for number in range(len(self._planned))]
 
     def _send(self, number: int) -> None:
         """Have a part sent; wait while as many as may be are on their way."""
@@ -222,7 +236,7 @@ class StagedParts:
 
     def _send_part(self, number: int) -> SentPart:
         part = self._planned[number]
-        sent = self._upload.send(number + 1, FilePart(self._descriptor, part.start, part.length_bytes))
+        sent = self.upload.send(number + 1, FilePart(self._descriptor, part.start, part.length_bytes))
         self._give_back(part)
         return sent
 
@@ -232,7 +246,7 @@ class StagedParts:
         source = ObjectPlace.of(part.path)
         state = _state_of(source)
         try:
-            return self._upload.copy(number + 1, source, state, part.offset, part.length_bytes)
+            return self.upload.copy(number + 1, source, state, part.offset, part.length_bytes)
         except StoreUnreachableError:
             raise
         except StoreError:
@@ -241,27 +255,14 @@ class StagedParts:
                     buffer = memoryview(bytearray(min(SENT_BYTES, part.length_bytes - done)))
                     read_range(source, state, part.offset + done, buffer)
                     write_all(file.fileno(), buffer, done)
-                return self._upload.send(number + 1, FilePart(file.fileno(), 0, part.length_bytes))
-
-    def _fetch_page(self, page: int) -> None:
-        """Put the bytes of a page that lie in copied parts into the file, for the sample."""
-        low, high = page * _PAGE_BYTES, min((page + 1) * _PAGE_BYTES, self._size_bytes)
-        for part in self._planned[bisect_right(self._starts, low) - 1 :]:
-            if part.start >= high:
-                break
-            first, end = max(low, part.start), min(high, part.start + part.length_bytes)
-            if part.path and first < end:
-                buffer, source = memoryview(bytearray(end - first)), ObjectPlace.of(part.path)
-                read_range(source, _state_of(source), part.offset + first - part.start, buffer)
-                write_all(self._descriptor, buffer, first)
+                return self.upload.send(number + 1, FilePart(file.fileno(), 0, part.length_bytes))
 
     def _give_back(self, part: PlannedPart) -> None:
         """Give back the memory of the payloads of a part, but for pages of which a sample is taken."""
         if self._memory is None:
             return
-        kept = sampled_pages(self._size_bytes)
         for start, end in self._payloads_in(part):
-            for first, last in _between(-(-start // mmap.PAGESIZE), end // mmap.PAGESIZE, kept):
+            for first, last in _between(-(-start // mmap.PAGESIZE), end // mmap.PAGESIZE, self._sampled):
                 with contextlib.suppress(OSError, ValueError):  # it is kept then
                     length = (last - first) * mmap.PAGESIZE
                     self._memory.madvise(mmap.MADV_REMOVE, first * mmap.PAGESIZE, length)
