@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import many
+from support.finals import Finals
 from support.float_oracle import became
 
 from reshard_mpi.engine import batches, shard_transfer
@@ -136,16 +137,19 @@ def test_what_is_moved_many_at_a_time(data: st.DataObject) -> None:
         spans = [*itertools.pairwise([0, *cuts, size])] if cuts else [None]
         moved: list[int] = []
         overflows: dict[str, int] = {}
-        descriptor = os.open(made.target.path, os.O_RDWR)
+        descriptor, finals = os.open(made.target.path, os.O_RDWR), Finals(made.target.path)
         try:
             for span in data.draw(st.permutations(spans)):
                 plan, target = made.plan, made.target
-                traffic = write_shard(plan, target, descriptor, span=span, limits=limits, on_bytes=moved.append)
+                traffic = write_shard(
+                    plan, target, descriptor, span=span, limits=limits, on_bytes=moved.append, on_final=finals
+                )
                 for name, count in traffic.overflows.items():
                     overflows[name] = overflows.get(name, 0) + count
         finally:
             os.close(descriptor)
         assert Path(made.target.path).read_bytes() == made.expected
+        finals.assert_each_once(made.target.tensors.payload_spans())
         assert sum(moved) == made.plan.written_bytes
         assert overflows == made.overflows
 

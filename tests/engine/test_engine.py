@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import many
+from support.finals import Finals
 from support.float_oracle import TYPES, became
 from support.plans import planned_singly
 
@@ -307,10 +308,12 @@ def test_every_path_moves_the_same_bytes(
         size_bytes = Path(target.path).stat().st_size
         cuts = sorted(data.draw(st.lists(st.integers(0, size_bytes), max_size=3)))
         spans = [*itertools.pairwise([0, *cuts, size_bytes])] if cuts else [None]
+        finals = Finals(target.path)
         traffic = [
-            write(plan, target, span=span, limits=limits, on_bytes=moved.append)
+            write(plan, target, span=span, limits=limits, on_bytes=moved.append, on_final=finals)
             for span in data.draw(st.permutations(spans))
         ]
+        finals.assert_each_once(target.tensors.payload_spans())
         assert _written(target) == expected.tobytes()
         assert sum(moved) == sum(part.written_bytes for part in traffic) == plan.written_bytes
         # A cut within an element makes both sides ask for it.
