@@ -83,7 +83,9 @@ def test_parts_are_sent_once_and_whole(data: st.DataObject, size_bytes: int, par
     upload = Sent()
     with pytest.MonkeyPatch.context() as patch, staged(content, payloads) as descriptor:
         patch.setattr(object_publication, "part_bytes_of", lambda _: part_pages * PAGE)
-        patch.setattr(object_publication, "sampled_pages", lambda size: [0, (size - 1) // PAGE // 2, (size - 1) // PAGE])
+        patch.setattr(
+            object_publication, "sampled_pages", lambda size: [0, (size - 1) // PAGE // 2, (size - 1) // PAGE]
+        )
         parts = object_publication._Parts(descriptor, upload, payloads)  # type: ignore[arg-type]
         with contextlib.closing(parts):
             for number, (start, end) in enumerate(data.draw(st.permutations(pieces))):

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
-from support.command_line import COMMAND, done, refused, run_apart, run_here
+from support.cases import Side
+from support.command_line import done
 from support.conversions import Conversion, make, write_conversion
-from support.examples import few
-from support.launch import MPI
-from support.object_servers import Bucket, delete, names, objects, put, upload, uploads
-from support.processes import run_command
+from support.examples import few, one_at_a_time
+from support.full_checkpoints import map_of
+from support.object_servers import Bucket, objects, upload, uploads
+from support.oracle import RawLayout
+
+from reshard_mpi.filesystem.object_uploads import LEAST_PART_BYTES
+from reshard_mpi.journal import object_publication
 
 # What a run is to be given for targets of each format, by a name for that.
 FORMS = {
@@ -27,7 +29,6 @@ FORMS = {
     "dcp": ("--to", "dcp"),
     "hf": ("--to", "hf"),
     "hf in several files": ("--to", "hf", "--max-shard-size", "140"),
-    "deepspeed": ("--to", "deepspeed", "--dp", "2", "--zero-stage", "1"),
     "megatron": ("--to", "megatron"),
 }
 _WHOLE = ("hf", "deepspeed", "megatron")  # whose files are not cut as a strategy says
@@ -80,8 +81,7 @@ def form_of(folder: Path, name: str) -> Form:
     return Form(make(folder), FORMS[name])
 
 
-@pytest.mark.parametrize("further", ["", "--verify"])
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(("name", "further"), few(3, one_at_a_time(FORMS, ["", "--verify"])))
 def test_objects_are_the_files_of_a_local_run(moto: Bucket, tmp_path: Path, name: str, further: str) -> None:
     form, options = form_of(tmp_path, name), further.split()
     local = form.local(*options)
@@ -95,3 +95,75 @@ def test_objects_are_the_files_of_a_local_run(moto: Bucket, tmp_path: Path, name
     done(*form.arguments(moto / "in", moto / "from_store", *options))
     assert made(objects(moto / "from_store")) == local
     assert not uploads(moto)
+
+
+MIB = 1 << 20
+_ROWS_TO_COLUMNS = ("turned", "wide", "narrow")
+
+
+def mixed(folder: Path, to: str) -> Conversion:
+    """Write a conversion whose targets have several parts, and whose tensors are moved in every way there is.
+
+    Many small ones, long runs, rows that become columns, short runs, and types that change.
+    """
+    random = np.random.default_rng(1)
+    tensors = {
+        "long": random.random((1024, 1024), np.float32),
+        "wide": random.random((1024, 2048), np.float32),
+        "narrow": random.integers(0, 9, (1 << 16, 8), np.int16),
+        "turned": random.random((1024, 3072), np.float32),
+        **{f"many.{number}": random.random((12, 8), np.float32) for number in range(600)},
+        "global_step": np.array(7, np.int32),
+    }
+    rows, columns = RawLayout((2,), (0, -1)), RawLayout((2,), (-1, 0))
+    cut = [name for name in tensors if name != "global_step"]
+    whole = RawLayout((2,), ())
+    source = Side(2, 1, {**dict.fromkeys(cut, rows), "global_step": whole}, frozenset({"global_step"}))
+    target = Side(
+        2,
+        1,
+        {
+            **{name.replace("turned", "flipped"): columns if name in _ROWS_TO_COLUMNS else rows for name in cut},
+            "global_step": whole,
+        },
+        frozenset({"global_step"}),
+    )
+    return write_conversion(folder, "ckpt", source, target, tensors, to=to)
+
+
+@pytest.fixture
+def least_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are as short as a store takes them."""
+    monkeypatch.setattr(object_publication, "_PART_BYTES", LEAST_PART_BYTES)
+
+
+MIXED = [
+    ("ckpt", ""),
+    ("safetensors", "--verify"),
+    ("safetensors", ""),
+    ("hdf5", ""),
+    ("dcp", ""),
+    ("torch", ""),
+    ("ckpt", "--crc"),
+    ("ckpt", "--verify"),
+    ("hf", "--max-shard-size 16MB"),
+    ("megatron", ""),
+]
+
+
+@pytest.mark.usefixtures("least_parts")
+@pytest.mark.parametrize(("to", "options"), few(1, MIXED))
+def test_targets_of_several_parts(bucket: Bucket, tmp_path: Path, to: str, options: str) -> None:
+    c = mixed(tmp_path, to)
+    if to in _WHOLE:
+        c = c.but(dst_strategy=None)
+    turning = map_of(tmp_path, "[[map]]\neq = 'turned [a b] <=> flipped [b a]'\n")
+    further = ["--dtype", "long=bf16", "--map", str(turning), *options.split()]
+    c.done("transform", *further)
+    local = made(files(c.dst))
+    assert max(map(len, local.values())) > 2 * LEAST_PART_BYTES
+    upload(c.src, bucket / "src")
+    for source, target in ((c.src, "from_local"), (bucket / "src", "from_store")):
+        done("transform", source, bucket / target, *c.arguments("transform", *further)[3:])
+        assert made(objects(bucket / target)) == local
+    assert not uploads(bucket)
