@@ -1,56 +1,35 @@
 """Present a source as maps make it: one full checkpoint of one rank (`MappedCheckpoint`).
 
 The checkpoint is planned as one full one, in its own names and by its own strategy, with all the checks that belong to
-that. Maps are applied one after another: what one makes is planned as a full checkpoint as well, each of whose tensors
-comes from the shards, so nothing in between is ever there. Nothing is read of the shards but their structure, what a
-map says is equal or padding, and single numbers.
+that (`apply_maps`). Of the shards' values only those are read that a map says are equal or padding, or that lie once in
+a file which stands for two of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import ShardStats, SourceCheckpoint
-from reshard_mpi.engine.open_files import Files
-from reshard_mpi.engine.read import only_element
-from reshard_mpi.errors import DisagreementError, TargetError
-from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity
-from reshard_mpi.formats.protocol import Packed, Part
-from reshard_mpi.formats.tensor_table import TensorType
-from reshard_mpi.mapping.apply_to_file import SourceTree, applied_to_file
-from reshard_mpi.mapping.chain import made_of_first
-from reshard_mpi.mapping.companions import (
-    companions_followed,
-    notes_on_dequantized,
-    to_dequantize,
-    without_companions,
-)
-from reshard_mpi.mapping.direction import Inventory
-from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, MapResult, parts_of, require_holdable, values_of
-from reshard_mpi.mapping.rules import Rules, element_value
+from reshard_mpi.engine.first_difference import first_difference_of_tensors, value_at
+from reshard_mpi.engine.open_files import Files, OnBytes
+from reshard_mpi.errors import DisagreementError
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity
+from reshard_mpi.formats.protocol import Packed, Part, SameParts
+from reshard_mpi.mapping.companions import notes_on_dequantized
+from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, parts_of
 from reshard_mpi.mapping.selection import is_chosen
 from reshard_mpi.planning.gradient_joining import gradients_like, notes_on
 from reshard_mpi.planning.map_routes import MappedTensors
-from reshard_mpi.planning.quantized_tensors import dequantized
-from reshard_mpi.planning.rank_plan import PlannedTensors, RankPlan
+from reshard_mpi.planning.rank_plan import Limits, PlannedTensors, RankPlan, TensorPlan
 from reshard_mpi.planning.shared_facts import OWN
 from reshard_mpi.planning.source_flaws import MissingRanks, UnusableShard
-from reshard_mpi.planning.tensor_names import Accumulated, Unlisted, is_partial_sum
-from reshard_mpi.quantization.weights import SCHEME_TEXT, QuantizedWeight
-from reshard_mpi.runs.check_maps import (
-    TensorMap,
-    require_equal,
-    require_known_sums,
-    require_padding,
-    source_warnings,
-    target_warnings,
-    tensor_at,
-    tied_tensors,
-)
-from reshard_mpi.runs.map_notes import MapsOutcome, MapStep, notes_of_nest, notes_of_tensors, origins, ties_undone
+from reshard_mpi.planning.tensor_names import Unlisted, is_partial_sum
+from reshard_mpi.runs.apply_maps import MapsOutcome, SourceMaps, notes_of_nest, notes_of_tensors, origins
+from reshard_mpi.runs.check_maps import TensorMap, require_equal, require_padding, target_warnings
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.sharding.strategy import Strategy, unsharded
 
@@ -67,60 +46,27 @@ def conversion_through(tensor_map: TensorMap, conversion: Conversion, packing: P
     source = conversion.source
     policy = conversion.policy._replace(unlisted=Unlisted.FOLLOW, allows_holes=True)
     original = Conversion(source, unsharded(), policy)
-    view = MappedCheckpoint(
-        source.files,
-        unsharded(source.files.path),
-        original=original,
-        tensor_map=tensor_map,
-        packing=packing,
-        is_wanted=conversion.is_wanted,
-        is_rank_by_rank=conversion.target.world_size == source.strategy.world_size > 1,
-    )
+    is_rank_by_rank = conversion.target.world_size == source.strategy.world_size > 1
+    maps = SourceMaps(original, tensor_map, packing, conversion.is_wanted, is_rank_by_rank)
+    view = MappedCheckpoint(source.files, unsharded(source.files.path), maps)
     return conversion.changed(view=view)
 
 
 class MappedCheckpoint(SourceCheckpoint):
-    """The result of maps as a checkpoint of one rank, 0. It has the source's files.
+    """The result of maps as a checkpoint of one rank, 0. It has the source's files."""
 
-    Args:
-        original: of the source to one full checkpoint in its own names.
-        packing: what packs the result into files; None: nothing does.
-        is_wanted: of a name and all names: whether the targets have the tensor.
-        is_rank_by_rank: whether there are as many targets as source ranks, so that each could keep its own values.
-    """
-
-    def __init__(
-        self,
-        files: ShardFiles,
-        strategy: Strategy,
-        *,
-        original: Conversion,
-        tensor_map: TensorMap,
-        packing: Packing | None,
-        is_wanted: Callable[[str, Container[str]], bool],
-        is_rank_by_rank: bool,
-    ) -> None:
+    def __init__(self, files: ShardFiles, strategy: Strategy, maps: SourceMaps) -> None:
         super().__init__(files, strategy)
-        self.original = original
-        self.tensor_map = tensor_map
-        self.packing = packing
-        self.is_wanted = is_wanted
-        self.is_rank_by_rank = is_rank_by_rank
+        self.maps = maps
+        self.original = maps.original
         self._made: MapsOutcome | None = None
         self._is_checked = False
         self._recipes: Mapping[str, DerivedTensor | ConstantTensor] | None = None
 
     def of(self, source: SourceCheckpoint) -> MappedCheckpoint:
         """Return the same view of `source`: the same files, opened anew."""
-        return MappedCheckpoint(
-            self.files,
-            self.strategy,
-            original=self.original.changed(source=source),
-            tensor_map=self.tensor_map,
-            packing=self.packing,
-            is_wanted=self.is_wanted,
-            is_rank_by_rank=self.is_rank_by_rank,
-        )
+        maps = self.maps._replace(original=self.original.changed(source=source))
+        return MappedCheckpoint(self.files, self.strategy, maps)
 
     @property
     def missing(self) -> MissingRanks | None:
@@ -180,7 +126,7 @@ class MappedCheckpoint(SourceCheckpoint):
     @property
     def has_files(self) -> bool:
         """Whether its targets are files that a format packs it into."""
-        return self.packing is not None and self.packing.by_file
+        return self.maps.packing is not None and self.maps.packing.by_file
 
     def file_plan(self, number: int) -> RankPlan:
         """Return the plan of one of the files that it is packed into. Raises the error for what cannot be made."""
@@ -231,7 +177,7 @@ class MappedCheckpoint(SourceCheckpoint):
             is_asked: tells which tensors are asked for.
         """
         taken = {*self._opened().inventory, *self._opened().stored_names}
-        rules, choice, *_ = self.tensor_map
+        rules, choice, *_ = self.maps.tensor_map
 
         def is_wanted(name: str) -> bool:
             return (bool(rules) or is_chosen(choice, name)) and is_asked(name)  # rules may give it another name
@@ -241,19 +187,19 @@ class MappedCheckpoint(SourceCheckpoint):
     def notes(self) -> tuple[str, ...]:
         """Return notes for the user on the results of the maps."""
         outcome = self._opened()
-        of_tensors = notes_of_tensors(outcome, self._wanted(outcome.made))
+        of_tensors = notes_of_tensors(outcome, self.maps.wanted(outcome.made))
         packed = () if outcome.packed is None else outcome.packed.notes
         return (
             *of_tensors,
             *outcome.notes,
-            *notes_of_nest(outcome, self.tensor_map.like),
+            *notes_of_nest(outcome, self.maps.tensor_map.like),
             *notes_on_dequantized(outcome.dequantized),
             *packed,
         )
 
     def cut_warnings(self, plan: RankPlan) -> tuple[str, ...]:
         """Return warnings on how a target holds the tensors that a map makes. plan: the target's plan."""
-        return tuple(target_warnings(self._opened().made, plan, self.tensor_map.rules))
+        return tuple(target_warnings(self._opened().made, plan, self.maps.tensor_map.rules))
 
     def completed(self, plan: RankPlan, *, checked: bool) -> RankPlan:
         """Return a target's plan with what planning the checkpoint as it is has shown.
@@ -293,127 +239,48 @@ class MappedCheckpoint(SourceCheckpoint):
             require_equal(self.original, step.plan, step.mapped)
             require_padding(self.original, step.plan, step.mapped)
 
+    def compared_bytes(self, numbers: Iterable[int]) -> int:
+        """Return how many bytes `require_same_parts` compares of the files of these numbers."""
+        parts = (same.first for number in numbers for same in self._compared(number))
+        return sum(part.box.size * BY_NAME[part.dtype].itemsize_bytes for part in parts)
+
+    def require_same_parts(self, numbers: Iterable[int], limits: Limits, on_bytes: OnBytes) -> None:
+        """Compare, bit by bit, what must be the same before the files of these numbers are written.
+
+        A file has only one of two tensors that its framework takes for one.
+
+        Args:
+            on_bytes: called with the number of bytes just compared; not with what lies in one place.
+
+        Raises DisagreementError for the first difference.
+        """
+        for number in numbers:
+            compared = self._compared(number)
+            both = [self.planned_parts([getattr(same, side) for same in compared]) for side in ("first", "second")]
+            with Files() as files:
+                for same, first, second in zip(compared, *both):
+                    if [*_places(first)] == [*_places(second)]:
+                        continue
+                    element = first_difference_of_tensors(files, first, second, limits, on_bytes)
+                    if element is not None:
+                        values = " and ".join(value_at(files, tensor, element, limits) for tensor in (first, second))
+                        index = [start + place for start, place in zip(same.first.box.start, element)]
+                        raise DisagreementError(
+                            same.problem,
+                            expected=f"{same.first.source} as {same.second.source} is, in {same.first.dtype}",
+                            got=f"a difference at element {index}: {values}",
+                            where=self.files.path,
+                            remedy=same.remedy,
+                        )
+
+    def _compared(self, number: int) -> Sequence[SameParts]:
+        compared = self.packed.compared
+        return compared[number] if compared else ()
+
     def _opened(self) -> MapsOutcome:
         if self._made is None:
-            self._made = self._map_source()
+            self._made = self.maps.outcome()
         return self._made
-
-    def _map_source(self) -> MapsOutcome:
-        """Plan the source as one full checkpoint, and apply the maps to it one after another."""
-        rules, choice, forward, like, _ = self.tensor_map
-        plan = self.original.plan(0, checked=False)
-        quantization = self.original.source.quantization
-        dequantizing: Sequence[QuantizedWeight] = ()
-        if quantization is not None:
-            dequantizing, quantization = to_dequantize(quantization, choice, is_mapped=bool(rules))
-            plan = dequantized(plan, dequantizing) if dequantizing else plan
-        elif choice.types and self.original.source.looks_quantized:
-            raise self.original.source.unknown_scheme("--dtype, which would dequantize it")
-        inventory = _inventory_of(plan)
-        nest = plan.strings.get(NEST)
-        tied = {} if nest is None else tied_tensors(self.original.source, inventory)
-        seen = inventory if quantization is None else without_companions(inventory, quantization.weights)
-        made_file = applied_to_file(rules, choice, seen, SourceTree(nest, tied, self.files.path), forward, like)
-        if quantization is not None:
-            made_file, quantization = companions_followed(made_file, quantization, inventory)
-        steps: list[MapStep] = []
-        for mapped, own_rules in zip(made_file.mapped, rules or (None,)):
-            steps.append(self._planned(mapped, own_rules, plan if not steps else steps[-1].planned))
-        gone = (NEST,) if quantization is not None and quantization.text else (NEST, SCHEME_TEXT)
-        strings = {name: text for name, text in plan.strings.items() if name not in gone}
-        if made_file.nest is not None:
-            strings[NEST] = made_file.nest
-        kinds = {tensor.name: TensorType(tensor.dtype, tensor.shape.shape) for tensor in steps[-1].mapped.made}
-        kinds |= {tensor.name: tensor.kind for tensor in steps[-1].mapped.constants}
-        outcome = MapsOutcome(
-            plan=plan,
-            inventory=inventory,
-            steps=tuple(steps),
-            made=made_file.made,
-            manifest=Manifest(self.files.path, self.files.format, steps[-1].tensors, strings),
-            notes=made_file.notes,
-            needed=self._needed(steps, dequantizing),
-            warnings=(*made_file.warnings, *ties_undone(tied, made_file.made)),
-            packed=None,
-            kinds=kinds,
-            whole=plan,
-            quantization=quantization,
-            dequantized=dequantizing,
-        )
-        if self.packing is not None:
-            outcome = self._pack(outcome, self.packing)
-        outcome = outcome._replace(plan=_comparing_only(plan, outcome.needed))
-        if self.original.source.strategy.world_size == 1:  # the pieces of an index say only who has written what
-            return outcome
-        cuts = source_warnings(self._wanted(outcome.made), outcome.plan, rules)
-        return outcome._replace(warnings=(*cuts, *outcome.warnings))
-
-    def _pack(self, outcome: MapsOutcome, packing: Packing) -> MapsOutcome:
-        """Return the result of the maps packed into files, by one step more that cuts its tensors for them."""
-        *first, last = outcome.steps
-        packed = packing.pack(outcome.kinds, outcome.manifest.strings, last.mapped.own_types)
-        if packed is not None:
-            last = last.in_own_types
-        outcome = outcome._replace(packed=packed, whole=last.planned)
-        if packed is None:
-            return outcome
-        _require_absent(packed.absent, [name for step in outcome.steps for name in step.mapped.left_out])
-        parts = parts_of(packed, () if packing.by_file else packed.files, outcome.kinds)
-        steps = (*first, last, self._planned(parts, None, outcome.whole))
-        manifest = Manifest(self.files.path, self.files.format, steps[-1].tensors, dict(packed.strings))
-        outcome = outcome._replace(steps=steps, manifest=manifest)
-        if packing.by_file:
-            compared = {name for equal in parts.equal for name in equal.names}
-            return outcome._replace(needed=outcome.needed | compared)
-        made = made_of_first(parts, outcome.made, last.mapped.constants)
-        return outcome._replace(made=made, needed=self._needed(steps, outcome.dequantized))
-
-    def _planned(self, mapped: MapResult, rules: Rules | None, plan: RankPlan) -> MapStep:
-        """Return what one map makes of the tensors of a plan, with the numbers that are computed of theirs."""
-        if self.original.policy.accumulated is Accumulated.SUM:
-            require_known_sums(mapped, self.files.path)
-        require_holdable(mapped)
-        computed, ranks = self._computed(mapped, plan)
-        mapped = mapped._replace(constants=(*mapped.constants, *computed))
-        plan = plan._replace(value_ranks=(*plan.value_ranks, *ranks))
-        rank = min(plan.read_ranks, default=0)
-        return MapStep(rules, plan, mapped, MappedTensors(self.files.path, mapped, plan.tensors, rank, plan.holes))
-
-    def _wanted(self, derived: Sequence[DerivedTensor]) -> list[DerivedTensor]:
-        """Return the tensors that targets have; others are left out by their strategy."""
-        names = {tensor.name for tensor in derived}
-        return [tensor for tensor in derived if self.is_wanted(tensor.name, names)]
-
-    def _needed(self, steps: Sequence[MapStep], dequantized: Sequence[QuantizedWeight]) -> frozenset[str]:
-        """Return the names of the checkpoint's tensors that go into targets or are looked at."""
-        needed = {tensor.name for tensor in self._wanted(steps[-1].mapped.made)}
-        for step in reversed(steps):
-            mapped = step.mapped
-            needed = {name for tensor in mapped.made if tensor.name in needed for name in tensor.sources.values()}
-            needed.update(name for equal in mapped.equal for name in equal.names)
-            needed.update(pads.name for pads in mapped.pads)
-            needed.update(mapped.counted.names)
-        return frozenset(needed.union(*(weight.names for weight in dequantized if weight.name in needed)))
-
-    def _computed(self, mapped: MapResult, plan: RankPlan) -> tuple[list[ConstantTensor], set[int]]:
-        """Return the tensors that are computed of single numbers of the source, and the ranks that have these."""
-        computed: list[ConstantTensor] = []
-        ranks: set[int] = set()
-        if not (mapped.computed or mapped.counted.numbers):
-            return computed, ranks
-        self.original.before_gathering()
-        places = plan.tensors.places
-        with Files() as files:
-
-            def read(name: str) -> float:
-                tensor = tensor_at(plan, places[name])
-                ranks.update(copy.source_rank for copy in tensor.copies)
-                content = only_element(files, tensor, self.original.limits)
-                return element_value(content, tensor.spec.dtype, name, self.files.path)
-
-            for number, element in values_of(mapped.computed, mapped.counted, mapped.settings, read):
-                computed.append(ConstantTensor(number.name, number.kind, element, number.where))
-        return computed, ranks
 
     def _require_nobodys_own(self, outcome: MapsOutcome, whole: RankPlan) -> None:
         """Raise DisagreementError if each rank has its own of something that all targets would get from one of them.
@@ -421,9 +288,9 @@ class MappedCheckpoint(SourceCheckpoint):
         Args:
             whole: the plan of the checkpoint with what its checks found.
         """
-        taken = {name for tensor in self._wanted(outcome.made) for name in tensor.sources.values()}
+        taken = {name for tensor in self.maps.wanted(outcome.made) for name in tensor.sources.values()}
         own = (check.name for check in outcome.plan.checks if check.why == OWN and check.name in taken)
-        for name in own if self.is_rank_by_rank else ():
+        for name in own if self.maps.is_rank_by_rank else ():
             if any(tensor.name == name for tensor in whole.differing):
                 raise DisagreementError(
                     f"each rank has its own {name!r}, and all targets would have that of one",
@@ -435,29 +302,6 @@ class MappedCheckpoint(SourceCheckpoint):
                 )
 
 
-def _require_absent(prefixes: Sequence[str], left_out: Sequence[str]) -> None:
-    """Raise TargetError if tensors are left out whose absence would say something: their names begin so."""
-    lost = next((name for name in left_out if name.startswith(tuple(prefixes))), None)
-    if lost is not None:
-        raise TargetError(
-            "all state of a parameter is left out, so it would be taken for one that is not trained",
-            expected="the state of every parameter that the optimizer trains",
-            got=f"{lost} left out",
-            remedy="keep it, or choose --to torch",
-        )
-
-
-def _inventory_of(plan: RankPlan) -> Inventory:
-    """Return the tensors of a plan in file order."""
-    groups = ((TensorType(group.kind.dtype, group.kind.whole_shape), group.names) for group in plan.tensors.groups)
-    kinds = {name: kind for kind, names in groups for name in names}
-    return {name: kinds[name] for name in plan.tensors.specs.names}
-
-
-def _comparing_only(plan: RankPlan, names: Container[str]) -> RankPlan:
-    """Return a plan without comparisons of other tensors than these."""
-    alike = (group._replace(names=tuple(name for name in group.names if name in names)) for group in plan.alike)
-    return plan._replace(
-        checks=tuple(check for check in plan.checks if check.name in names),
-        alike=tuple(group for group in alike if group.names),
-    )
+def _places(tensor: TensorPlan) -> Iterator[tuple[object, ...]]:
+    """Yield where the parts of a tensor lie, and what becomes of them."""
+    yield from ((copy.source.source, copy.source_box, copy.region, copy.to, copy.order) for copy in tensor.copies)

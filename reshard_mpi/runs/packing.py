@@ -1,4 +1,7 @@
-"""Choose what packs whole tensors into the files of a target (`packing_of`), and check the options for it."""
+"""Choose what makes targets of a source besides cutting it: maps (`apply_map`), and what packs tensors (`packing_of`).
+
+All modules that read and apply maps are loaded only where there is a map, or something packs.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from reshard_mpi.formats.protocol import Packed
     from reshard_mpi.formats.tensor_table import TensorType
     from reshard_mpi.journal.run_records import RunIdentity
+    from reshard_mpi.runs.plan_conversion import Conversion
 
 
 class Packing(NamedTuple):
@@ -89,6 +93,33 @@ def model_alone_of(request: Request, source: SourceCheckpoint, format_name: str)
     from reshard_mpi.mapping.result import model_alone
 
     return Packing(lambda kinds, strings, _: model_alone(kinds, strings), by_file=False)
+
+
+def apply_map(
+    request: Request, conversion: Conversion, packing: Packing | None = None
+) -> tuple[Conversion, Mapping[str, str]]:
+    """Return the conversion through the request's maps, and digests of all files that decide its result.
+
+    The same conversion if the request leaves all tensors as they are. Raises MapError
+    if the map cannot be read, UsageError for options that do not belong together.
+
+    Args:
+        packing: what packs the result into files, if the target's format does.
+    """
+    if request.config and not request.map and not conversion.source.is_told_by_config:
+        raise UsageError(
+            "--config belongs to a map, or to a checkpoint that is quantized",
+            expected="--map as well, or a configuration with quantization_config",
+            got="no --map",
+            where=request.config,
+        )
+    if not request.is_mapped and packing is None:
+        return conversion, {}
+    from reshard_mpi.runs.check_maps import TensorMap
+    from reshard_mpi.runs.mapped_source import conversion_through
+
+    tensor_map = TensorMap.read(request)
+    return conversion_through(tensor_map, conversion, packing), tensor_map.digests
 
 
 def require_target_options(request: Request, format_name: str, most_targets: int) -> None:

@@ -1,7 +1,4 @@
-"""Plan target ranks from one source, mapped if asked (`Conversion`, `apply_map`).
-
-All modules that read and apply maps are loaded only where there is a map.
-"""
+"""Plan target ranks from one source, mapped if asked (`Conversion`)."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from reshard_mpi.checkpoints.shard_opener import ShardOpener, ShardShare, requir
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import fill
-from reshard_mpi.errors import CoverageError, ReshardError, UsageError
+from reshard_mpi.errors import CoverageError, ReshardError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
 from reshard_mpi.planning.needed_ranks import check_target_rank
@@ -47,7 +44,6 @@ from reshard_mpi.planning.strategy_check import (
 from reshard_mpi.planning.target_tensors import Policy, TensorClass
 from reshard_mpi.planning.tensor_names import Unlisted, find_or_follow, is_dropped
 from reshard_mpi.quantization.weights import SCHEME_TEXT
-from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import MIB
@@ -55,7 +51,6 @@ from reshard_mpi.text import MIB
 if TYPE_CHECKING:
     from reshard_mpi.quantization.placing import QuantizedWeights
     from reshard_mpi.runs.mapped_source import MappedCheckpoint
-    from reshard_mpi.runs.packing import Packing
 
 
 # The buffer is so large that Python's work for each filling takes little time compared with moving the bytes. The
@@ -174,10 +169,7 @@ class Conversion:
         if nest is not None and may_cut and not self.once and self.policy.unlisted is not Unlisted.REPLICATE:
             from reshard_mpi.runs.uncut_state import with_warning
 
-            where = self.source.files.path
-            plan = with_warning(
-                plan, self.placed_target, nest, self.policy.unlisted, strict=self.policy.strict, where=where
-            )
+            plan = with_warning(plan, self.placed_target, nest, self.policy, self.source.files.path)
         if plan.gradients:
             from reshard_mpi.planning.gradient_joining import notes_on
 
@@ -375,12 +367,10 @@ class Conversion:
         if self.view is not None:
             # Names in the source itself tell the moment. In a map's result, a number in a name may be another's.
             return ()
-        counters = moment_counters(manifests, self._is_listed)
+        strategy = self.planned_source.strategy
+        counters = moment_counters(manifests, lambda name: bool(find_or_follow(strategy, name, lambda _: True)))
         with Files() as files:
             return tuple(SharedFact(counter.spec.name, self._shown(counter, files), path) for path, counter in counters)
-
-    def _is_listed(self, name: str) -> bool:
-        return bool(find_or_follow(self.planned_source.strategy, name, lambda _: True))
 
     def _shown(self, counter: TensorPlan, files: Files) -> str:
         values = numbers(self._content(counter, files), counter.spec.dtype)
@@ -427,30 +417,3 @@ class Conversion:
                 placed = placed.listing_also(listed, placed.alike)
             self._table = strategy_table.dumps(placed)
         return self._table
-
-
-def apply_map(
-    request: Request, conversion: Conversion, packing: Packing | None = None
-) -> tuple[Conversion, Mapping[str, str]]:
-    """Return the conversion through the request's maps, and digests of all files that decide its result.
-
-    The same conversion if the request leaves all tensors as they are. Raises MapError
-    if the map cannot be read, UsageError for options that do not belong together.
-
-    Args:
-        packing: what packs the result into files, if the target's format does.
-    """
-    if request.config and not request.map and not conversion.source.is_told_by_config:
-        raise UsageError(
-            "--config belongs to a map, or to a checkpoint that is quantized",
-            expected="--map as well, or a configuration with quantization_config",
-            got="no --map",
-            where=request.config,
-        )
-    if not request.is_mapped and packing is None:
-        return conversion, {}
-    from reshard_mpi.runs.check_maps import TensorMap
-    from reshard_mpi.runs.mapped_source import conversion_through
-
-    tensor_map = TensorMap.read(request)
-    return conversion_through(tensor_map, conversion, packing), tensor_map.digests

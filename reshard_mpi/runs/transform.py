@@ -266,10 +266,8 @@ def _compare_parts(
     view: MappedCheckpoint, plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress
 ) -> None:
     """Compare parts of tensors that must be the same, since this process's targets have only one of both."""
-    from reshard_mpi.runs.compare_parts import compared_bytes, require_same_parts
-
     files, limits = [rank for rank in plans.own.leads if rank in plans.inputs], plans.run.conversion.limits
-    own_bytes = compared_bytes(view, files)
+    own_bytes = view.compared_bytes(files)
     size_bytes = sum(together(comm, lambda: own_bytes))
     if size_bytes:
         progress.begin(ProgressStage("comparing weights", size_bytes), own_bytes)
@@ -278,7 +276,7 @@ def _compare_parts(
         if own_bytes:
             memory.reserve_for_copying(memory.projection.gathering_bytes, f"comparing in {plans.run.request.source}")
         counted = SliceCounter(progress.moved, own_bytes)
-        require_same_parts(view, files, limits, counted.add)
+        view.require_same_parts(files, limits, counted.add)
         counted.end()
 
     together(comm, compare_own)

@@ -15,6 +15,7 @@ from reshard_mpi.formats.nest.nodes import NestError, parsed
 from reshard_mpi.mapping.numbered_state import NO_TRAINING
 from reshard_mpi.mapping.optimizers import STATE_KEY, optimizers_of
 from reshard_mpi.planning.rank_plan import RankPlan
+from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.planning.tensor_names import Unlisted
 from reshard_mpi.sharding.placement import Shape
 from reshard_mpi.sharding.strategy import Strategy
@@ -38,23 +39,21 @@ def _unplaced_state(plan: RankPlan, target: Strategy, nest: str) -> Iterator[tup
                 yield name, group.kind.whole_shape, group.kind.own_box.shape
 
 
-def with_warning(
-    plan: RankPlan, target: Strategy, nest: str, unlisted: Unlisted, *, strict: bool, where: str
-) -> RankPlan:
+def with_warning(plan: RankPlan, target: Strategy, nest: str, policy: Policy, where: str) -> RankPlan:
     """Return a plan that warns of state which is whole, and has the shape of a tensor that the strategy cuts.
 
     If what is not listed is dropped, it warns of all state that is kept because only a rule for every name matches it.
-    Raises StrategyError for whole state if the plan must be `strict`.
+    Raises StrategyError for whole state if the policy is strict.
 
     Args:
         nest: as for `_unplaced_state`; where: the source, for the error.
     """
     kinds = ((group.kind.whole_shape, group.kind.own_box.shape) for group in plan.tensors.groups)
     cut = {whole for whole, own in kinds if own != whole and prod(whole) > 1}
-    if not cut and unlisted is not Unlisted.DROP:
+    if not cut and policy.unlisted is not Unlisted.DROP:
         return plan
     state = list(_unplaced_state(plan, target, nest))
-    if unlisted is Unlisted.DROP and state:
+    if policy.unlisted is Unlisted.DROP and state:
         kept = (
             f"the optimizer's state is kept ({shortened([name for name, *_ in state])}): it is not named after its"
             " parameters, so a rule '*' takes it for a tensor of its own; --exclude leaves it out"
@@ -63,7 +62,7 @@ def with_warning(
     names = [name for name, whole, own in state if own == whole and whole in cut]
     if not names:
         return plan
-    if strict:
+    if policy.strict:
         raise StrategyError(
             "the target strategy cuts parameters, and not the optimizer's state, which is not named after them",
             expected="state that is cut as its parameter is",

@@ -47,8 +47,8 @@ from reshard_mpi.runs.check_contents import (
 )
 from reshard_mpi.runs.open_run import chosen_targets
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
-from reshard_mpi.runs.packing import files_of_run, reading_of
-from reshard_mpi.runs.plan_conversion import LIMITS, Conversion, apply_map
+from reshard_mpi.runs.packing import apply_map, files_of_run, reading_of
+from reshard_mpi.runs.plan_conversion import LIMITS, Conversion
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, ProgressStage, SliceCounter, Words, complain
 from reshard_mpi.runs.recorded_options import (
