@@ -21,10 +21,12 @@ from reshard_mpi.cli.output import (
     flush_standard_streams,
     in_the_way_of,
     may_be_report,
+    open_standard_streams,
     require_picture,
     same,
     show,
     summary,
+    tell,
     tell_done,
     verified,
     write_page,
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         options = parser(sys.argv[1:] if arguments is None else arguments).parse_args(arguments)
         if endpoint := getattr(options, "s3_endpoint", None):
             os.environ["AWS_ENDPOINT_URL_S3"] = endpoint  # which botocore looks at, in workers as well
-        code = _COMMANDS[options.command](options)
+        code = _COMMANDS[options.command](options) or 0
     except (KeyboardInterrupt, Terminated) as stop:
         code = stopped_by(stop) or INTERRUPTED
         ignore_stops()
@@ -88,7 +90,7 @@ def command() -> NoReturn:
 
     That would take longer than a small conversion. With MPI it ends as usual, since MPI has work to do then.
     """
-    _open_standard_streams()
+    open_standard_streams()
     try:
         main()
     except SystemExit as end:
@@ -100,14 +102,6 @@ def command() -> NoReturn:
             raise
         finish()
         os._exit(code)
-
-
-def _open_standard_streams() -> None:
-    """Open closed streams on /dev/null: otherwise a target, opened next, would take their descriptors."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # where it is less than Unicode
 
 
 def _last_words(options: argparse.Namespace) -> Callable[[int], None]:
@@ -160,20 +154,12 @@ def _shown(options: argparse.Namespace, group: comm.Comm) -> AbstractContextMana
     return monitored(Words(complain, verbose=is_verbose(options)) if group.rank else display_for(options), group)
 
 
-def _tell(outcome: Outcome, options: argparse.Namespace) -> None:
-    """Print notes, unless the user wants none, and warnings."""
-    for note in () if getattr(options, "quiet", False) else outcome.notes:
-        say(f"note: {one_line(note)}", sys.stderr)
-    for warning in outcome.warnings:
-        say(f"warning: {one_line(warning)}", sys.stderr)
-
-
 def _complain(error: ReshardError | str) -> None:
     if comm.speaks(os.environ):
         say(f"reshard-mpi: error: {error}", sys.stderr)
 
 
-def _transform(options: argparse.Namespace) -> int:
+def _transform(options: argparse.Namespace) -> None:
     begin = time.monotonic()
     from reshard_mpi.runs.request import Task
 
@@ -191,7 +177,7 @@ def _transform(options: argparse.Namespace) -> int:
         seconds = time.monotonic() - begin
         unreported = None
         if group.rank == 0:
-            _tell(outcome, options)
+            tell(outcome, options)
             if options.report:
                 facts = {"source": options.source, "target": options.target, "processes": outcome.processes}
                 unreported = write_report(options.report, facts, outcome, seconds)
@@ -202,18 +188,19 @@ def _transform(options: argparse.Namespace) -> int:
             tell_done(summary(outcome, seconds, is_verified=options.verify))
         if unreported is not None:
             raise unreported
-    return 0
 
 
-def _plan(options: argparse.Namespace) -> int:
+def _plan(options: argparse.Namespace) -> None:
     from reshard_mpi.processes.governor import UNLIMITED
     from reshard_mpi.runs.plan_command import plan_targets, told_rules
 
     asked = request(options)
     if options.plot is not None or options.tensor:
-        return _draw(options, asked)
+        _draw(options, asked)
+        return
     if options.explain is not None:
-        return _explain(options, asked)
+        _explain(options, asked)
+        return
     if options.script:
         if asked.rank is not None or asked.part is not None:
             raise UsageError(
@@ -237,14 +224,13 @@ def _plan(options: argparse.Namespace) -> int:
                 target_ranks = len(planned.targets) + len(outcome.targets)
                 script = cluster_script(options.script, asked, planned, target_ranks, endpoint=options.s3_endpoint)
                 show(os.fsencode(script))  # paths in it may be of any bytes
-                _tell(outcome, options)
+                tell(outcome, options)
             else:
                 show(planned.as_table())
-                _tell(outcome, options)
-    return 0
+                tell(outcome, options)
 
 
-def _draw(options: argparse.Namespace, asked: Request) -> int:
+def _draw(options: argparse.Namespace, asked: Request) -> None:
     from reshard_mpi.runs.picture_data import planned_figures
 
     wanted = asked_pictures(options.plot, options.tensor)
@@ -254,11 +240,10 @@ def _draw(options: argparse.Namespace, asked: Request) -> int:
         if drawn is not None:
             figures, outcome = drawn
             tell_done(write_picture(options.plot, figures))
-            _tell(outcome, options)
-    return 0
+            tell(outcome, options)
 
 
-def _explain(options: argparse.Namespace, asked: Request) -> int:
+def _explain(options: argparse.Namespace, asked: Request) -> None:
     from reshard_mpi.runs.explain import explained
 
     with _world(options) as group:
@@ -266,18 +251,16 @@ def _explain(options: argparse.Namespace, asked: Request) -> int:
         if said is not None:
             text, outcome = said
             show(lines(text))
-            _tell(outcome, options)
-    return 0
+            tell(outcome, options)
 
 
-def _ranks(options: argparse.Namespace) -> int:
+def _ranks(options: argparse.Namespace) -> None:
     from reshard_mpi.api import rank_list_for_transform
 
     strategies, joins = (options.src_strategy, options.dst_strategy), options.accumulated
     ranks = rank_list_for_transform(options.rank, *strategies, unlisted=options.unlisted, accumulated=joins)
     if ranks:
         show("\n".join(map(str, ranks)))
-    return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -308,7 +291,7 @@ def _diff_values(options: argparse.Namespace) -> int:
         found = outcome.comparison
         assert found is not None
         if group.rank == 0:
-            _tell(outcome, options)
+            tell(outcome, options)
             if options.json:
                 show(json.dumps(found.as_json(options.top), indent=1))
             elif not options.quiet:
@@ -330,7 +313,7 @@ def _audit(options: argparse.Namespace) -> int:
             raise failure.named(alone=outcome.processes <= 1)
         report = AuditReport.of(options.source, outcome, time.monotonic() - begin)
         if group.rank == 0:
-            _tell(outcome, options)
+            tell(outcome, options)
             if options.json:
                 show(json.dumps(report.as_json(), indent=1))
             else:
@@ -356,7 +339,7 @@ def _finds(work: Task, what: str, options: argparse.Namespace, sound: Callable[[
     with _world(options) as group:
         outcome = _run(work, options, group)
         if group.rank == 0:
-            _tell(outcome, options)
+            tell(outcome, options)
             for failure in outcome.failures:
                 say(f"{what}: {failure.named(alone=True)}", sys.stderr)
             if not outcome.failures and not options.quiet:
@@ -364,37 +347,33 @@ def _finds(work: Task, what: str, options: argparse.Namespace, sound: Callable[[
     return bool(outcome.failures)
 
 
-def _governor(options: argparse.Namespace) -> int:
+def _governor(options: argparse.Namespace) -> None:
     from reshard_mpi.processes.governor import Allowance
     from reshard_mpi.processes.memory_status import host_state
 
     state = host_state(Allowance.of(None, None, os.environ), os.environ)
     show(json.dumps(state.as_json(), indent=1) if options.json else state.as_text())
-    return 0
 
 
-def _inspect(options: argparse.Namespace) -> int:
+def _inspect(options: argparse.Namespace) -> None:
     from reshard_mpi.cli.inspect_command import inspect_command
 
     inspect_command(options)
-    return 0
 
 
-def _help(options: argparse.Namespace) -> int:
+def _help(options: argparse.Namespace) -> None:
     from reshard_mpi.cli.guide import page
 
     show(page(options.topic))
-    return 0
 
 
-def _completion(options: argparse.Namespace) -> int:
+def _completion(options: argparse.Namespace) -> None:
     from reshard_mpi.cli.completion import script
 
     show(script(options.shell))
-    return 0
 
 
-def _commit(options: argparse.Namespace) -> int:
+def _commit(options: argparse.Namespace) -> None:
     from reshard_mpi.journal.commit import commit
 
     done = commit(Path(options.target))
@@ -403,27 +382,25 @@ def _commit(options: argparse.Namespace) -> int:
             say(f"{kind}: {one_line(text)}", sys.stderr)
     targets, path = counted(done.targets, "target"), one_line(str(done.path))
     tell_done(f"committed {targets}, {format_bytes(done.size_bytes)}: {path}")
-    return 0
 
 
-def _merge(options: argparse.Namespace) -> int:
+def _merge(options: argparse.Namespace) -> None:
     from reshard_mpi.sharding.merge_strategies import merge
 
     merge(options.folder, options.out)
-    return 0
 
 
-def _demo(options: argparse.Namespace) -> int:
+def _demo(options: argparse.Namespace) -> None:
     from reshard_mpi.cli.demo import run_demo
 
     with _world(options) as group:
         account = run_demo(options.folder, group)
         if group.rank == 0:
             tell_done(lines(account))
-    return 0
 
 
-_COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+# Each returns its exit code; none: 0.
+_COMMANDS: Mapping[str, Callable[[argparse.Namespace], int | None]] = {
     "transform": _transform,
     "plan": _plan,
     "verify": _verify,

@@ -1,4 +1,4 @@
-"""Print results of commands, and write reports and pictures (`show`, `tell_done`, `write_report`, `write_picture`).
+"""Print results of commands, and write reports and pictures (`show`, `tell`, `write_report`, `write_picture`).
 
 For some commands the output is the purpose (`plan`, `verify`, `ranks`, `governor`, `inspect`, help): if it cannot be
 written, as on a full disk, that is an error. Others only report what they have done (`transform`, `commit`, `demo`):
@@ -8,6 +8,7 @@ from the beginning, nothing is said.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from reshard_mpi import formats
 from reshard_mpi.errors import ReshardError, TransformError, UsageError
+from reshard_mpi.runs.progress import say
 from reshard_mpi.text import MIB, counted, format_bytes, format_rate, one_line, with_addresses
 
 if TYPE_CHECKING:
@@ -231,6 +233,14 @@ def _speed(size_bytes: int, seconds: float) -> str:
     return f"{format_bytes(size_bytes)} in {seconds:.2f} s ({format_rate(size_bytes, seconds)})"
 
 
+def open_standard_streams() -> None:
+    """Open closed streams on /dev/null: otherwise a target, opened next, would take their descriptors."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # where it is less than Unicode
+
+
 def flush_standard_streams() -> None:
     """Write out all that was printed, and drop what cannot be written, which has been reported already.
 
@@ -254,6 +264,14 @@ def show(text: str | bytes) -> None:
             where="standard output",
             remedy="make room, or have it go elsewhere",
         )
+
+
+def tell(outcome: Outcome, options: argparse.Namespace) -> None:
+    """Print notes, unless the user wants none, and warnings."""
+    for note in () if getattr(options, "quiet", False) else outcome.notes:
+        say(f"note: {one_line(note)}", sys.stderr)
+    for warning in outcome.warnings:
+        say(f"warning: {one_line(warning)}", sys.stderr)
 
 
 def tell_done(text: str) -> None:
