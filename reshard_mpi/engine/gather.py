@@ -60,16 +60,14 @@ class Reduction:
         self._count = 0
         self._first: Array | None = None
         self._is_same: Array = np.ones(size, np.bool_)  # as in all tensors that were added, bit for bit
-        self._had_infinity: Array | None = None
+        self._had_infinity: Array = np.zeros(size, np.bool_)
 
     def add(self, elements: Array) -> None:
         """Add a tensor. elements: contiguous, of unsigned integers that are as wide as its type."""
         values = self._widened(elements)
         with np.errstate(all="ignore"):
             self._total += values
-        infinite = np.isinf(values)
-        if infinite.any():
-            self._had_infinity = infinite if self._had_infinity is None else self._had_infinity | infinite
+        self._had_infinity |= np.isinf(values)
         if self._keeps_equal and self._first is None:
             self._first = elements.copy()
         elif self._first is not None:
@@ -85,9 +83,7 @@ class Reduction:
             total[self._is_same] = 0  # what these are is known, and not too large
         # Which NaN comes of several is up to the processor, and would depend on how elements are divided into blocks.
         total[np.isnan(total)] = np.nan
-        overflowed = np.isinf(total)
-        if self._had_infinity is not None:
-            overflowed &= ~self._had_infinity
+        overflowed = np.isinf(total) & ~self._had_infinity
         elements, too_large = total.view(raw_dtype(self._wide)), int(np.count_nonzero(overflowed))
         if self._wide != self._dtype:
             # As the largest number it is too large for the smaller type as well, and told by it.
@@ -172,8 +168,7 @@ def _gather_windows(files: Files, stream: Stream, copy: Copy, out: Array, out_bo
 
 def gather_into(files: Files, copy: Copy, block: Box, buffer: memoryview, limits: Limits) -> None:
     """Read the source of a copy into its target region of `buffer`, which holds the elements of `block`, row-major."""
-    dtype = raw_dtype(copy.source.dtype)
-    array = np.frombuffer(buffer, dtype, block.size).reshape(block.shape)
+    array = np.frombuffer(buffer, raw_dtype(copy.source.dtype), block.size).reshape(block.shape)
     gather(files, copy, array, block, limits)
 
 
@@ -258,7 +253,11 @@ def _decoded(files: Files, copy: Copy, source: LibraryRead, limits: Limits) -> I
     """Read a copy through the format's library; yield blocks of whole chunks along the first dimension."""
     for part in _decodable(copy, source, limits):
         local = part.region.relative_to(part.source_box)
-        yield part, _read(source, local)
+        try:
+            elements = source.read(local)
+        except OSError as error:
+            raise unreadable(source.path, error) from error
+        yield part, elements
         files.traffic.requested_bytes += local.size * copy.source.dtype.itemsize_bytes
 
 
@@ -314,13 +313,6 @@ def _dequantized(files: Files, copy: Copy, source: Dequantized, limits: Limits) 
     for block in copy.region.blocks(max(1, _CONVERTED_BYTES // _FLOAT32.itemsize_bytes)):
         part = copy.taking(block)
         yield part, dequantized(source.weight, part.region, kinds, read)
-
-
-def _read(source: LibraryRead, box: Box) -> Array:
-    try:
-        return source.read(box)
-    except OSError as error:
-        raise unreadable(source.path, error) from error
 
 
 def _gather_converted(files: Files, copy: Copy, source: Converted, out: Array, out_box: Box, limits: Limits) -> None:

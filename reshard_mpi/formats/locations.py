@@ -102,6 +102,17 @@ class Dequantized(NamedTuple):
 Location = ByteRanges | StridedView | LibraryRead | Constant | Converted | Reduced | Dequantized
 
 
+def read_element_bytes(place: Location | None, dtype: DType) -> int:
+    """Return how many bytes of files are read for one element of a type; where it is None, it lies there as it is."""
+    while isinstance(place, Converted):
+        place, dtype = place
+    if isinstance(place, Reduced):
+        return sum(read_element_bytes(part, dtype) for part in place.places)
+    if isinstance(place, Dequantized):
+        return max(1, place.weight.scheme.bits // 8)
+    return 0 if isinstance(place, Constant) else dtype.itemsize_bytes
+
+
 def paths_of(location: Location) -> Iterator[str]:
     """Yield the paths of the files that the elements lie in; one may come several times."""
     if isinstance(location, ByteRanges):

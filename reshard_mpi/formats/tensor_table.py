@@ -9,16 +9,7 @@ from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.formats.locations import (
-    ByteRange,
-    ByteRanges,
-    Constant,
-    Converted,
-    Dequantized,
-    Location,
-    Reduced,
-    StridedView,
-)
+from reshard_mpi.formats.locations import ByteRange, ByteRanges, Converted, Location, StridedView, read_element_bytes
 from reshard_mpi.sharding.box import Box
 
 
@@ -119,16 +110,6 @@ KEPT_TENSOR_BYTES, KEPT_OFFSET_BYTES = _NAME_BYTES + _OFFSET_BYTES, _OFFSET_BYTE
 
 # The start of a tensor that is not one run of its shard's file, or not in this machine's byte order.
 NOT_CONTIGUOUS = -1
-
-
-def _element_bytes(place: Location | None, dtype: DType) -> int:
-    while isinstance(place, Converted):
-        place, dtype = place
-    if isinstance(place, Reduced):
-        return sum(_element_bytes(part, dtype) for part in place.places)
-    if isinstance(place, Dequantized):
-        return max(1, place.weight.scheme.bits // 8)
-    return 0 if isinstance(place, Constant) else dtype.itemsize_bytes
 
 
 class TensorTable(Mapping[str, TensorEntry]):
@@ -253,16 +234,11 @@ class TensorTable(Mapping[str, TensorEntry]):
             ours = (part for part in stored.ranges if part.path == self.path) if stored is not None else ()
             spans += [(part.offset_bytes, part.offset_bytes + part.length_bytes) for part in ours]
         merged: list[tuple[int, int]] = []
-        last = -1
-        for span in sorted(spans):
-            start, end = span
-            if start > last and start < end:
-                merged.append(span)
-            elif start <= last < end:
-                merged[-1] = merged[-1][0], end
+        for start, end in sorted(span for span in spans if span[0] < span[1]):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(merged[-1][1], end)
             else:
-                continue
-            last = end
+                merged.append((start, end))
         return merged
 
     def element_bytes(self, numbers: Sequence[int]) -> int:
@@ -271,7 +247,8 @@ class TensorTable(Mapping[str, TensorEntry]):
             counts = Counter(map(self.kind_ids.__getitem__, numbers))
             return sum(count * self.kinds[kind].dtype.itemsize_bytes for kind, count in counts.items())
         return sum(
-            _element_bytes(self.locations.get(number), self.kinds[self.kind_ids[number]].dtype) for number in numbers
+            read_element_bytes(self.locations.get(number), self.kinds[self.kind_ids[number]].dtype)
+            for number in numbers
         )
 
     def __getitem__(self, name: str) -> TensorEntry:
@@ -391,9 +368,8 @@ class ChunkedTensors(TensorTable):
 
     def _number_of(self, chunks: PieceList) -> int:
         """Return the number of a list of pieces; add the list if it is new."""
-        number = self._number_of_list.setdefault(
-            tuple((box, id(tensors)) for box, tensors in chunks), len(self.chunk_lists)
-        )
+        key = tuple((box, id(tensors)) for box, tensors in chunks)
+        number = self._number_of_list.setdefault(key, len(self.chunk_lists))
         if number == len(self.chunk_lists):
             self.chunk_lists.append(chunks)
         return number
@@ -429,14 +405,10 @@ class ChunkedTensors(TensorTable):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ChunkedTensors) or list(self) != list(other):
             return False
-        return (
-            self.kinds == other.kinds
-            and self.kind_ids == other.kind_ids
-            and list(self._pieces()) == list(other._pieces())
-        )
+        has_same_kinds = self.kinds == other.kinds and self.kind_ids == other.kind_ids
+        return has_same_kinds and list(self._pieces()) == list(other._pieces())
 
-    def __hash__(self) -> int:
-        return super().__hash__()
+    __hash__ = TensorTable.__hash__
 
     def _pieces(self) -> Iterator[object]:
         for list_number, numbers in zip(self.chunk_list_ids, self.numbers):
