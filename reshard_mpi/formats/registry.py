@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from itertools import product
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from reshard_mpi.formats.protocol import FolderFormat, Format
 
 _GROUP = "reshard_mpi.formats"
+_SUFFIX = re.compile(r"\.[^/]+")
 
 
 class FormatInfo(NamedTuple):
@@ -57,8 +59,7 @@ class FormatInfo(NamedTuple):
     before_index: tuple[str, ...] = ()  # names of files that belong to the index, and are written before it
     # the pattern of the names of a checkpoint's files, which mark their folder as well
     parts: re.Pattern[str] | None = None
-    # names of files that name one of the folders beside them, the latest checkpoint: by its name, or the number of an
-    # iteration
+    # names of files that name the latest checkpoint of the folders beside them, or the number of its iteration
     pointer_files: tuple[str, ...] = ()
     # whether other programs use these names too, so that they count only where they lead to a checkpoint of the format
     pointers_are_common: bool = False
@@ -116,7 +117,7 @@ class FormatInfo(NamedTuple):
         try:
             module = import_module(self.module)
         except Exception as error:
-            raise _not_loaded(self.name, "a module that can be imported", _said(error), self.module) from error
+            raise _not_loaded(self.name, "a module that can be imported", error, self.module) from error
         lacking = [name for name in self.functions if not callable(getattr(module, name, None))]
         if lacking:
             problem = f"functions {', '.join(self.functions)}"
@@ -346,7 +347,6 @@ def unregister(name: str) -> None:
     del _registered()[name]
 
 
-# By the name of their entry point, why formats of installed packages are left out.
 _left_out: dict[str, UsageError] = {}
 
 
@@ -370,7 +370,8 @@ def _add(registered: dict[str, FormatInfo], form: FormatInfo) -> None:
         modules = f"{registered[form.name].module} and {form.module}"
         raise UsageError(f"two checkpoint formats are called {form.name}", got=modules, remedy=remedy)
     suffixes = form.suffixes
-    if type(suffixes) is not tuple or not suffixes or not all(map(_is_suffix, suffixes)):
+    is_sound = type(suffixes) is tuple and all(type(own) is str and _SUFFIX.fullmatch(own) for own in suffixes)
+    if not suffixes or not is_sound:
         expected = "a tuple of file name endings that begin with a dot"
         raise UsageError(f"the suffixes of the format {form.name} are none", expected=expected, got=repr(suffixes)[:80])
     others = [(end, other.name) for other in registered.values() for end in other.suffixes]
@@ -385,17 +386,13 @@ def _add(registered: dict[str, FormatInfo], form: FormatInfo) -> None:
     registered[form.name] = form
 
 
-def _is_suffix(suffix: object) -> bool:
-    return type(suffix) is str and suffix.startswith(".") and len(suffix) > 1 and "/" not in suffix
-
-
 def _loaded(point: EntryPoint, folder: str) -> FormatInfo:
     """Return the format that an entry point leads to. Raises UsageError if it leads to none."""
     expected = f"a FormatInfo called {point.name}"
     try:
         form = point.load()
     except Exception as error:
-        raise _not_loaded(point.name, expected, _said(error), folder) from error
+        raise _not_loaded(point.name, expected, error, folder) from error
     if not isinstance(form, FormatInfo):
         raise _not_loaded(point.name, expected, f"a {type(form).__name__}", folder)
     if form.name != point.name:
@@ -403,15 +400,11 @@ def _loaded(point: EntryPoint, folder: str) -> FormatInfo:
     return form
 
 
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:200]
-
-
-def _not_loaded(name: str, expected: str, got: str, where: str) -> UsageError:
+def _not_loaded(name: str, expected: str, got: str | Exception, where: str) -> UsageError:
     return UsageError(
         f"the format {name} of an installed package cannot be loaded",
         expected=expected,
-        got=got,
+        got=got if isinstance(got, str) else f"{type(got).__name__}: {got}"[:200],
         where=where,
         remedy="uninstall the package, or install a version that fits this program",
     )
@@ -425,10 +418,6 @@ def _folders_with_formats() -> Iterator[Path]:
         except OSError:  # an archive, or a folder that is not there
             continue
         for name in packages:
-            try:
-                with open(f"{folder}/{name}/entry_points.txt", "rb") as stream:  # noqa: PTH123 - quicker
-                    is_ours = f"[{_GROUP}]".encode() in stream.read()
-            except OSError:
-                continue
-            if is_ours:
-                yield Path(folder, name)
+            with suppress(OSError), open(f"{folder}/{name}/entry_points.txt", "rb") as stream:  # noqa: PTH123 - quicker
+                if f"[{_GROUP}]".encode() in stream.read():
+                    yield Path(folder, name)
