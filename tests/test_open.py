@@ -83,7 +83,7 @@ def written(draw: Draw, folder: Path, tensors: dict[str, Array], form: str) -> t
     return folder / "src", None if form in ("hf", "dcp") else strategy
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", few(3, FORMS))
 @STORED
 @given(tensors=whole_tensors(), data=st.data())
 def test_slices_are_those_of_numpy(form: str, tensors: dict[str, Array], data: st.DataObject) -> None:
@@ -414,6 +414,7 @@ def test_a_file_that_was_not_there_is_not_read(tmp_path: Path) -> None:
     assert first.exists()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_forgotten_leaves_no_file_open(halves: tuple[Path, Path]) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(5):

@@ -10,7 +10,7 @@ from support import ckpt_peer
 from support.cases import Side
 from support.checkpoints import as_read, expected_rank, read_shard, write_shard, write_strategy
 from support.conversions import TENSORS, Conversion, assert_right, listing, make, write_conversion
-from support.examples import few
+from support.examples import few, one_at_a_time
 from support.oracle import RawLayout
 from support.strategy_files import write_stage_file
 
@@ -280,8 +280,7 @@ def test_a_string_in_place_of_a_tensor_that_others_hold(c: Conversion, name: str
 # Copies that should be the same, but that only the target cuts
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("options", [(), ("--strict",), ("--replicas", "check")])
+@pytest.mark.parametrize(("ranks", "options"), one_at_a_time([2, 4], [(), ("--strict",), ("--replicas", "check")]))
 def test_what_only_the_target_cuts_is_not_made_of_copies_that_differ(
     tmp_path: Path, ranks: int, options: tuple[str, ...]
 ) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support import deepspeed_peer, torch_peer
 from support.deepspeed_peer import Form, Spoil, Training
+from support.examples import few
 
 import reshard_mpi
 from reshard_mpi.errors import TargetError
@@ -181,7 +182,7 @@ def test_experts_are_lost_in_a_selection(tmp_path: Path) -> None:
     refused(saved(tmp_path, mixture(), EXPERTS), "lacks experts", exclude=["*deepspeed_experts.3.*"])
 
 
-@pytest.mark.parametrize(("ranks", "ep"), [(4, 4), (4, 1), (2, 2), (6, 1)])
+@pytest.mark.parametrize(("ranks", "ep"), few(1, [(4, 4), (4, 1), (2, 2), (6, 1)]))
 def test_another_number_of_ranks_that_share_experts(tmp_path: Path, ranks: int, ep: int) -> None:
     source = saved(tmp_path, mixture(), EXPERTS)
     out = written(source, tmp_path / "out", 2, ranks, ep=ep)
@@ -232,7 +233,7 @@ def twice(root: Any) -> None:
     group["params"] = names[::2]
 
 
-@pytest.mark.parametrize("edit", [backwards, twice])
+@pytest.mark.parametrize("edit", few(1, [backwards, twice]))
 def test_another_division_of_groups_that_depend_on_it(tmp_path: Path, edit: Callable[[Any], None]) -> None:
     """An order of its own, and a group that DeepSpeed has divided in two, stay as they are over as many ranks."""
     source = in_torch(tmp_path, saved(tmp_path, mixture(), EXPERTS), edit)
@@ -288,7 +289,7 @@ def test_what_layers_of_a_pipeline_share(tmp_path: Path, dtype: str) -> None:
     reshard_mpi.verify(source, tmp_path / "again")
 
 
-@pytest.mark.parametrize("how", [{"dtype": "model.*=fp16"}, {"dtype": "fp32"}, {"exclude": ["*.fp32_param"]}])
+@pytest.mark.parametrize("how", few(1, [{"dtype": "model.*=fp16"}, {"dtype": "fp32"}, {"exclude": ["*.fp32_param"]}]))
 def test_other_types_of_what_layers_share(tmp_path: Path, how: dict[str, Any]) -> None:
     source = in_torch(tmp_path, saved(tmp_path, pipeline(), PIPELINE), share)
     reshard_mpi.verify(source, written(source, tmp_path / "out", ranks=3, **how), **how)

@@ -73,6 +73,7 @@ def require_files(folder: Path, training: Training, form: Form, scratch: Path) -
     assert {path.name for path in tag.iterdir()} == names
 
 
+@pytest.mark.slow
 @many(30)
 @given(deepspeed_peer.trainings(writable=True), st.integers(1, 3), st.integers(1, 5), st.booleans())
 def test_files_for_other_ranks_and_stages(
@@ -98,6 +99,7 @@ def test_files_for_other_ranks_and_stages(
             }
 
 
+@pytest.mark.slow
 @many(30)
 @given(
     deepspeed_peer.trainings(kinds=("pipeline", "experts")),

@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 CORPUS = [
-    pytest.param(name, path, id=f"{name}/{path.name}") for name in parsers.PARSERS for path in parsers.corpus(name)
+    pytest.param(name, path, id=f"{name}/{path.name}", marks=pytest.mark.slow if path.name.startswith("busy") else ())
+    for name in parsers.PARSERS
+    for path in parsers.corpus(name)
 ]
 # Numbers that sizes and counts are compared with, or overflow at.
 NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FFFFFFFFFFFFFFF, 0xFFFFFFFFFFFFFFFF)

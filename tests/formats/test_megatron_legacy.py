@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from support import deepspeed_peer, megatron_legacy_peer, torch_peer
 from support.command_line import done, run_here
-from support.examples import many
+from support.examples import few, many
 from support.megatron_legacy_peer import EMBEDDING, MODEL, VECTORS, Form, Model, Training, require_read, training
 
 import reshard_mpi
@@ -52,7 +52,7 @@ FORMS: dict[str, tuple[Training, Form]] = {
 }
 
 
-@pytest.mark.parametrize("what", FORMS)
+@pytest.mark.parametrize("what", few(4, FORMS))
 def test_each_form(tmp_path: Path, what: str) -> None:
     megatron_legacy_peer.write(tmp_path, *FORMS[what])
     require_read(tmp_path, *FORMS[what])

@@ -595,6 +595,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
         reshard_mpi.verify(source, out)
 
 
+@pytest.mark.slow
 @many(16)
 @given(
     st.integers(1, 3),

@@ -77,7 +77,7 @@ def forms() -> list[tuple[str, Training, Form]]:
 
 @pytest.mark.parametrize(
     ("training", "form"),
-    [pytest.param(*own, id=name, marks=pytest.mark.slow if at % 4 else ()) for at, (name, *own) in enumerate(forms())],
+    [pytest.param(*own, id=name, marks=pytest.mark.slow if at % 8 else ()) for at, (name, *own) in enumerate(forms())],
 )
 def test_every_form(tmp_path: Path, training: Training, form: Form) -> None:
     write(tmp_path, training, form)
@@ -121,6 +121,7 @@ def laid(draw: st.DrawFn) -> tuple[Training, Form]:
     return training, form
 
 
+@pytest.mark.slow
 @many(25)
 @given(laid())
 def test_random_trainings(tmp_path_factory: pytest.TempPathFactory, drawn: tuple[Training, Form]) -> None:

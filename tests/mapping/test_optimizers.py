@@ -10,7 +10,7 @@ import pytest
 from support import torch_peer
 from support.checkpoints import sample, write_shard
 from support.command_line import done, run_here
-from support.examples import few
+from support.examples import few, one_at_a_time
 from support.full_checkpoints import source_of
 
 import reshard_mpi
@@ -1278,9 +1278,10 @@ def test_another_model_of_the_same_names_may_be_left_out(tmp_path: Path) -> None
     assert {*made["model"]} == {*made["optim"]["state"]} == {"b.v"}
 
 
-@pytest.mark.parametrize("name", ["step", "exp_avg", "loop.step"])
-@pytest.mark.parametrize("way", ["exclude", "drop", "equation"])
-@pytest.mark.parametrize("are_numbered", [False, True])
+@pytest.mark.parametrize(
+    ("name", "way", "are_numbered"),
+    one_at_a_time(["step", "exp_avg", "loop.step"], ["exclude", "drop", "equation"], [False, True]),
+)
 def test_a_tensor_that_is_called_as_state_is_behind_its_parameter(
     tmp_path: Path, name: str, way: str, are_numbered: bool
 ) -> None:
@@ -1365,8 +1366,15 @@ def test_another_models_name_before_those_of_parameters_is_no_wrapper(tmp_path: 
     assert [*made["state"]] == [f"{key}.{of_model}{name}" for name in ("qk", "bias", "out.weight")]
 
 
-@pytest.mark.parametrize("key", ["ema", "model_ema", "swa", "teacher", "another"])
-@pytest.mark.parametrize(("of_names", "of_model", "of_copy"), [each[:3] for each in WRAPPED if each[2] is not None])
+@pytest.mark.parametrize(
+    ("key", "of_names", "of_model", "of_copy"),
+    [
+        (key, *begins)
+        for key, begins in one_at_a_time(
+            ["ema", "model_ema", "swa", "teacher", "another"], [each[:3] for each in WRAPPED if each[2] is not None]
+        )
+    ],
+)
 def test_which_of_two_models_an_optimizer_with_names_is_of_is_told_or_asked(
     tmp_path: Path, key: str, of_names: str, of_model: str, of_copy: str
 ) -> None:

@@ -77,7 +77,8 @@ class Elements(HTMLParser):
         self._type = None
 
 
-@pytest.mark.parametrize("name", few(1, HOSTILE))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HOSTILE)
 def test_names_are_text_in_every_form(name: str) -> None:
     drawn = figures(cut(name), name=name)
     for scene in (matrix_scene(drawn), cut_scene(drawn.cuts[0], drawn)):

@@ -323,6 +323,7 @@ def test_no_more_workers_than_there_can_be_memory_for(tmp_path: Path, state: Pat
     assert finished.code == 0 and "note: 2 of 4 processes were started" in finished.err, finished
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_grow_starts_over_and_keeps_its_place(tmp_path: Path, state: Path) -> None:
     """It waits bare for all that it needs, and others that came after it do not come before it."""
     c = make(tmp_path).to(side(4, EACH))

@@ -122,7 +122,7 @@ def test_a_holder_in_a_container_counts_until_it_ends(state: Path) -> None:
             b.expect("holds").let_go()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", few(1, [signal.SIGKILL, signal.SIGINT]))
 def test_who_leaves_the_line_is_passed_over(state: Path, number: signal.Signals) -> None:
     first = Holder(state, LEASE, memory="64M").expect("holds")
     waiting: list[Holder] = []

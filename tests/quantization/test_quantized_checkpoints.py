@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import safetensors_peer
-from support.examples import many
+from support.examples import few, many
 from support.quantized import (
     BFLOAT16,
     E4M3,
@@ -219,7 +219,7 @@ def lengths_of(draw: st.DrawFn, length: int, grain: int, fits: bool) -> list[int
     return list(np.diff([0, *cuts, length]))
 
 
-@pytest.mark.parametrize("cases", CASES)
+@pytest.mark.parametrize("cases", few(2, CASES))
 @many(15)
 @given(st.data())
 def test_every_rank_stands_alone_and_together_they_are_the_whole(
@@ -250,7 +250,7 @@ def test_every_rank_stands_alone_and_together_they_are_the_whole(
     require_parts(once_more, len(again), logical, case.sample.whole)
 
 
-@pytest.mark.parametrize("cases", CASES)
+@pytest.mark.parametrize("cases", few(2, CASES))
 @many(15)
 @given(st.data())
 def test_a_cut_within_a_block_is_refused(
@@ -274,7 +274,7 @@ def test_a_cut_within_a_block_is_refused(
     assert bytes_of(folder / "dcp") == {name: array.tobytes() for name, array in case.sample.tensors.items()}
 
 
-@pytest.mark.parametrize("cases", CASES)
+@pytest.mark.parametrize("cases", few(2, CASES))
 @many(10)
 @given(st.data())
 def test_dequantized_weights_are_cut_anywhere(

@@ -13,6 +13,7 @@ import pytest
 from support import torch_peer
 from support.checkpoints import sample, write_ranks
 from support.command_line import done, refused, run_apart, run_here
+from support.examples import few
 from support.launch import MPI
 from support.whole_checkpoints import CONFIG, EMBEDDING, HEAD, Array, Tensors, save, stand_ins, weights, with_state
 
@@ -213,6 +214,7 @@ def test_a_checkpoint_without_a_part_or_a_file_is_found_out(tmp_path: Path) -> N
     assert "nowhere" in refused("audit", tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 def test_shards_are_named_by_rank(tmp_path: Path) -> None:
     spec = tmp_path / "spec.toml"
     spec.write_text("mesh = { tp = 2 }\n[[parameter]]\nmatch = '*'\nsplit = { 0 = ['tp'] }\n")
@@ -284,7 +286,7 @@ def test_names_of_mindspore_tell_whose_state_a_tensor_is(tmp_path: Path) -> None
     assert audited(tmp_path / "spoiled") == expected
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("jobs", few(1, ["1", "2"]))
 def test_many_findings_fit_on_a_screen(jobs: str, tmp_path: Path) -> None:
     tensors = {f"layers.{layer}.{'x' * 3}\x1b[2J\u202e.w": np.zeros((3, 2), np.float32) for layer in range(60)}
     tensors["bad.w"] = np.full((2, 2), np.nan, np.float32)

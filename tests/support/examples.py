@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 # As many as the profiles draw of a property (`conftest.py`): in the quick part, in the suite, and in a long search.
-QUICK, WHOLE, DEEP = 5, 50, 1000
+QUICK, WHOLE, DEEP = 3, 50, 1000
 
 
 def many(count: int) -> settings:
