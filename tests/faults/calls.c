@@ -1,9 +1,9 @@
 /* Stands before the calls of libc that write, rename, remove or make durable, and fails one of them, or all from one on.
  *
- * Loaded with LD_PRELOAD into every process of a run, so it sees what Python does and what libraries do (HDF5). Only
- * files below the folders in FAULT_FOLDERS (absolute, between colons) count. FAULT_CALLS names the control file, which
- * all processes map: calls are counted there together, and what is to happen is read from it. tests/injector.py makes
- * it and reads it; `struct control` and `struct entry` are its format.
+ * Loaded with LD_PRELOAD into every process of a run, so it sees what Python does and what libraries do (HDF5).
+ * FAULT_CALLS names the control file, which all processes map: calls are counted there together, and what is to happen
+ * to which files is read from it. support/injector.py makes it and reads it; `struct control` and `struct entry` are
+ * its format.
  *
  * Nothing here allocates, locks or leaves errno changed where nothing is failed, so it may stand in threads, in forked
  * children and in signal handlers.
@@ -31,7 +31,6 @@
 #include <unistd.h>
 
 #define MAX_PATH 4096
-#define MAX_FOLDERS 8
 #define MAX_PROCESSES 256
 
 enum action { COUNT, FAIL, SHORTEN, KILL, STOP, KILL_ALL };
@@ -52,6 +51,7 @@ struct control {
     uint64_t capacity;  /* entries that follow the first page */
     char names[512];    /* only these calls count: ",write,rename,"; nothing: all but those that only read */
     char path[512];     /* only files whose path has this in it */
+    char folders[1024]; /* only files below these folders: absolute, between colons */
     int32_t who;        /* enum who */
     int32_t process_count;
     int32_t processes[MAX_PROCESSES]; /* that have loaded this, launchers too, or were forked from one that has */
@@ -66,9 +66,6 @@ struct entry {
 
 static struct control *control;
 static struct entry *entries;
-static const char *folders[MAX_FOLDERS];
-static size_t folder_lengths[MAX_FOLDERS];
-static int folder_count;
 static int is_maker;
 
 static size_t append_number(char *to, int number) {
@@ -110,14 +107,7 @@ static void kill_others(void) {
 
 __attribute__((constructor)) static void begin(void) {
     const char *path = getenv("FAULT_CALLS");
-    const char *given = getenv("FAULT_FOLDERS");
-    if (path == NULL || given == NULL) return;
-    for (const char *at = given; *at != 0 && folder_count < MAX_FOLDERS;) {
-        size_t length = strcspn(at, ":");
-        folders[folder_count] = at;
-        folder_lengths[folder_count++] = length;
-        at += length + (at[length] == ':');
-    }
+    if (path == NULL) return;
     int fd = (int)syscall(SYS_openat, AT_FDCWD, path, O_RDWR | O_CLOEXEC);
     struct stat status;
     if (fd < 0 || fstat(fd, &status) != 0) return;
@@ -132,9 +122,10 @@ __attribute__((constructor)) static void begin(void) {
 
 /* Return whether a path lies in one of the folders, or is one. */
 static int is_watched(const char *path) {
-    for (int at = 0; at < folder_count; at++) {
-        size_t length = folder_lengths[at];
-        if (strncmp(path, folders[at], length) == 0 && (path[length] == '/' || path[length] == 0)) return 1;
+    for (const char *folder = control->folders; *folder != 0;) {
+        size_t length = strcspn(folder, ":");
+        if (strncmp(path, folder, length) == 0 && (path[length] == '/' || path[length] == 0)) return 1;
+        folder += length + (folder[length] == ':');
     }
     return 0;
 }

@@ -7,6 +7,7 @@ whole one; nothing half-done is left. Either way the same command, resumed, ends
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -22,10 +23,11 @@ from support.cases import Side
 from support.checkpoints import read_shard
 from support.command_line import COMMAND, run_here
 from support.conversions import Conversion, timeless, write_conversion
-from support.injector import NO_FAULT, Call, Fault, Injector
+from support.injector import NO_FAULT, Call, Fault, Injector, compiled
 from support.launch import MPI, mpirun_command
 from support.oracle import RawLayout
 from support.processes import Finished, run_command
+from support.zygote import HDF5, PLAIN, Zygote
 
 # Columns cut in two become rows cut in three. By the lengths of what lies together: copied by the kernel, read straight
 # to their places, gathered from a window, or read one by one, as there are few; and what every rank has. Three targets
@@ -178,6 +180,13 @@ class Attempt:
         )
 
 
+@functools.cache
+def _stage(*, has_hdf5: bool) -> tuple[Injector, Zygote]:
+    """Return what harms commands, and what starts them with that loaded; workers are not forked where HDF5 is."""
+    injector = Injector(compiled().with_name(f"calls_{has_hdf5}"))
+    return injector, Zygote(injector.environment(NO_FAULT, []), (*PLAIN, *(HDF5 if has_hdf5 else ())))
+
+
 class Bench:
     """One conversion, made again and again in one way, each time with another fault."""
 
@@ -188,7 +197,7 @@ class Bench:
         self.launch = launch
         self.options: tuple[str, ...] = ("--verify",) if verify else ()
         self.conversion = conversion(folder, kind, names).but(dst=folder / "whole")
-        self._injector = Injector(folder / "calls")
+        self._injector, self._zygote = _stage(has_hdf5=kind == "hdf5" and "2" not in launch.name)
         self._verify = verify
         self._folder = folder
         finished, self.calls = self._run(self.conversion, NO_FAULT)
@@ -220,7 +229,10 @@ class Bench:
     def _run(self, c: Conversion, fault: Fault, *options: str) -> tuple[list[Finished], list[Call]]:
         env = self._injector.environment(fault, [c.dst])
         commands = self.launch.commands(c, (*self.options, *options))
-        finished = [run_command(command, env=env) for command in commands]
+        finished = [
+            self._zygote.run(command) if command[0] == sys.executable else run_command(command, env=env)
+            for command in commands
+        ]
         return finished, self._injector.calls()
 
     def _when_resumed(self, c: Conversion) -> list[str]:

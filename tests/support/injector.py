@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import mmap
+import os
 import shutil
 import struct
 import subprocess
@@ -20,9 +21,10 @@ from reshard_mpi.processes.host import ONE_THREAD
 _SOURCE = Path(__file__).parents[1] / "faults" / "calls.c"
 _CAPACITY = 1 << 15
 # As `struct control` and `struct entry` of the source say.
-_CONTROL = struct.Struct("=QQiiiiQ512s512si1028x")
+_CONTROL = struct.Struct("=QQiiiiQ512s512s1024si1028x")
 _ENTRY = struct.Struct("=24sii224s")
 _ENTRIES_AT = 4096
+_FOLDERS_BYTES = 1024
 _COUNT, _FAIL, _SHORTEN, _KILL, _STOP, _KILL_ALL = range(6)
 # What can be done to a call besides failing it.
 _ACTIONS = {"short": _SHORTEN, "kill": _KILL, "stop": _STOP, "kill all": _KILL_ALL}
@@ -91,14 +93,15 @@ class Injector:
         action = _ACTIONS.get(fault.do, _FAIL) if fault.call else _COUNT
         error = getattr(errno, fault.do) if action == _FAIL else 0
         names = f",{','.join(fault.names)},".encode() if fault.names else b""
-        which = (_CAPACITY, names, fault.path.encode(), _WHO.index(fault.who))
+        watched = os.fsencode(":".join(map(str, folders)))
+        assert len(watched) < _FOLDERS_BYTES, watched
+        which = (_CAPACITY, names, fault.path.encode(), watched, _WHO.index(fault.who))
         values = (0, fault.call, action, error, fault.is_lasting, 0, *which)
         with self._control.open("r+b") as stream:
             stream.write(_CONTROL.pack(*values))
         return {
             "LD_PRELOAD": str(compiled()),
             "FAULT_CALLS": str(self._control),
-            "FAULT_FOLDERS": ":".join(str(folder) for folder in folders),
             **ONE_THREAD,
         }
 

@@ -49,7 +49,7 @@ class Finished:
         return [line.removeprefix("warning: ") for line in self.err.splitlines() if line.startswith("warning: ")]
 
     def __str__(self) -> str:
-        return _report(self.argv, f"exit code {self.code}", self.out, self.err)
+        return report(self.argv, f"exit code {self.code}", self.out, self.err)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def run_command(
         finished = _run_once(argv, timeout_seconds, env, cwd)
     if check and finished.code != 0:
         problem = f"exit code {finished.code}"
-        pytest.fail(_report(finished.argv, problem, finished.out, finished.err), pytrace=False)
+        pytest.fail(report(finished.argv, problem, finished.out, finished.err), pytrace=False)
     return finished
 
 
@@ -110,19 +110,19 @@ def _run_once(
             cwd=cwd,
             start_new_session=True,
         )
-        problem = ""
+        problem = "was interrupted"
         try:
             _wait(child, timeout_seconds)
             left = _wait_until_gone(mark)
-            if left:
-                problem = f"left processes behind: {', '.join(left)}"
+            problem = f"left processes behind: {', '.join(left)}" if left else ""
         except subprocess.TimeoutExpired:
             problem = f"took longer than {timeout_seconds:g} seconds"
         finally:
-            _kill(child, mark)
+            if problem:
+                _kill(child, mark)
         stdout, stderr = _content(out), _content(err)
     if problem:
-        pytest.fail(_report(command, problem, stdout, stderr), pytrace=False)
+        pytest.fail(report(command, problem, stdout, stderr), pytrace=False)
     return Finished(command, child.returncode, stdout, stderr)
 
 
@@ -200,5 +200,6 @@ def _content(file: tempfile._TemporaryFileWrapper[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
-def _report(argv: Sequence[str], problem: str, stdout: str, stderr: str) -> str:
+def report(argv: Sequence[str], problem: str, stdout: str, stderr: str) -> str:
+    """Return what is told of a command that has failed a test."""
     return f"{problem}: {' '.join(argv)}\n--- stdout\n{stdout}\n--- stderr\n{stderr}"
