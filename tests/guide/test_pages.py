@@ -27,6 +27,14 @@ settings.load_profile("few")
 """
 
 
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment in which conformance suites look at few examples."""
+    folder = tmp_path_factory.mktemp("few")
+    (folder / "few.py").write_text(_FEW)
+    return {"PYTEST_ADDOPTS": "-p few", "PYTHONPATH": str(folder)}
+
+
 def is_run_here(step: Step) -> bool:
     return step.commands.elsewhere is None and step.commands.mark not in _MARKED
 
@@ -39,12 +47,11 @@ def runnable() -> Iterator[object]:
 
 
 @pytest.mark.parametrize("page", [*runnable()], ids=lambda page: page.stem)
-def test_commands_do_what_the_page_says(page: Path, tmp_path: Path) -> None:
+def test_commands_do_what_the_page_says(page: Path, tmp_path: Path, few: dict[str, str]) -> None:
     run = [step for step in steps(page.read_text()) if is_run_here(step)]
     if any("mpirun" in step.commands.text for step in run) and find_mpi("mpich") is None:
         pytest.skip("mpich is not installed")
-    (tmp_path / "few.py").write_text(_FEW)
-    ran = run_steps(run, tmp_path, env={"PYTEST_ADDOPTS": "-p few", "PYTHONPATH": str(tmp_path)})
+    ran = run_steps(run, tmp_path, env=few)
     for step, (code, printed) in zip(run, ran):
         place = f"{page.name}, line {step.commands.line}"
         assert code == step.commands.exit_code, f"{place}: exit code {code}\n{step.commands.text}\n{printed}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sysconfig
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from support.processes import HANG_SECONDS, run_command
+from support.zygote import ShellZygote
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "reshard_mpi" / "guide"
@@ -96,6 +98,12 @@ def block_run_by(page: str, test: str) -> str:
     return text
 
 
+@functools.cache
+def _zygote(python_path: str) -> ShellZygote:
+    """Return the process that is `reshard-mpi` for all pages of this process: most of them are short conversions."""
+    return ShellZygote(python_path)
+
+
 def run_steps(
     run: Iterable[Step],
     folder: Path,
@@ -123,8 +131,9 @@ def run_steps(
             f"{{ {command}; }} >{name}.printed 2>&1",
             f"code=$?; trap - EXIT; echo $code >{name}.code; [ $code = {expected} ] || exit 0",
         ]
-    environment = {"PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]), "HOME": str(folder)}
-    environment |= env or {}
+    environment = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "HOME": str(folder), **(env or {})}
+    programs = _zygote(environment["PYTHONPATH"]).folder
+    environment["PATH"] = os.pathsep.join([str(programs), sysconfig.get_path("scripts"), os.environ["PATH"]])
     run_command(["bash", "-c", "\n".join(driver)], env=environment, timeout_seconds=timeout_seconds)
     codes = sorted(scripts.glob("*.code"), key=lambda path: int(path.stem))
     return [Ran(int(path.read_text()), path.with_suffix(".printed").read_text()) for path in codes]

@@ -6,21 +6,21 @@ with its own exit code or signal. It shows nothing of what a start takes: time, 
 
 from __future__ import annotations
 
-import array
+import contextlib
 import gc
 import importlib
-import json
+import marshal
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -45,6 +45,7 @@ PLAIN = (
 # What those to HDF5 load besides. Where it is loaded no workers are forked.
 HDF5 = ("reshard_mpi.formats.hdf5.writer", "h5py")
 _MESSAGE_BYTES = 1 << 20
+_TESTS = Path(__file__).parents[1]
 
 
 class Zygote:
@@ -55,28 +56,16 @@ class Zygote:
 
     def __init__(self, env: Mapping[str, str] | None = None, modules: Sequence[str] = PLAIN) -> None:
         self._env = env or {}
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
-        command = [sys.executable, "-c", "from support.zygote import serve; serve()", str(theirs.fileno()), *modules]
-        with theirs:
-            process = subprocess.Popen(
-                command,
-                env={**clean_environment(), **self._env, **ONE_THREAD, "PYTHONPATH": path},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
-        self._socket = ours
-        self._end = weakref.finalize(self, _end, ours, process)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._end = weakref.finalize(self, _end, *_started(theirs, self._env, modules))
 
     def run(self, argv: Sequence[str | os.PathLike[str]], *, timeout_seconds: float = HANG_SECONDS) -> Finished:
         """Run a command without standard input, and return what came of it, as `processes.run_command` does."""
         command = tuple(os.fspath(part) for part in argv)
         assert command[0] == sys.executable, command
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            env = {**clean_environment(), **self._env}
-            asked = json.dumps({"argv": command, "env": env, "cwd": str(Path.cwd())}).encode()
-            descriptors = array.array("i", [out.fileno(), err.fileno()])
-            self._socket.sendmsg([asked], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+        with Path(os.devnull).open("rb") as null, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            asked = marshal.dumps(([*command], {**clean_environment(), **self._env}, str(Path.cwd())))
+            socket.send_fds(self._socket, [asked], [stream.fileno() for stream in (null, out, err)])
             session = int(self._socket.recv(_MESSAGE_BYTES))
             problem = "was interrupted"
             try:
@@ -95,6 +84,60 @@ class Zygote:
         if problem:
             pytest.fail(report(command, problem, *texts), pytrace=False)
         return Finished(command, code, *texts)
+
+
+# `reshard-mpi` for a shell. Under a launcher, or where other modules are to be found, it is the real one.
+_SHIM = """#!{python} -IS
+import _socket, marshal, os, sys
+env = dict(os.environ)
+begins = ("HYDRA_", "MPI", "OMPI_", "PMI", "PRTE_", "SLURM_")
+if env.get("PYTHONPATH", "") != {path!r} or any(name.startswith(begins) for name in env):
+    os.execv({real!r}, [{real!r}, *sys.argv[1:]])
+connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
+connection.connect({socket!r})
+asked = marshal.dumps(([{python!r}, "-m", "reshard_mpi", *sys.argv[1:]], env, os.getcwd()))
+streams = b"".join(number.to_bytes(4, sys.byteorder) for number in range(3))
+connection.sendmsg([asked], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, streams)])
+connection.recv(32)
+code = int(connection.recv(32))
+if code < 0:
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+
+
+class ShellZygote:
+    """A process that is `reshard-mpi` for shells in whose PATH `folder` comes first, with this PYTHONPATH."""
+
+    def __init__(self, python_path: str) -> None:
+        self._folder = tempfile.TemporaryDirectory()  # whose path is short, as those of sockets must be
+        self.folder = Path(self._folder.name)
+        address, shim = self.folder / "socket", self.folder / "reshard-mpi"
+        real = str(Path(sysconfig.get_path("scripts"), "reshard-mpi"))
+        shim.write_text(_SHIM.format(python=sys.executable, path=python_path, socket=str(address), real=real))
+        shim.chmod(0o755)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(str(address))
+        listener.listen(8)
+        self._end = weakref.finalize(self, _end, *_started(listener, {}, PLAIN))
+
+
+def _started(
+    theirs: socket.socket, env: Mapping[str, str], modules: Sequence[str]
+) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Start the process that serves a socket; return what ends it when it is closed, and the process."""
+    ours, living = socket.socketpair()
+    path = os.pathsep.join(filter(None, [str(_TESTS), os.environ.get("PYTHONPATH", "")]))
+    descriptors = [theirs.fileno(), living.fileno()]
+    command = [sys.executable, "-c", "from support.zygote import serve; serve()", *map(str, descriptors), *modules]
+    with theirs, living:
+        process = subprocess.Popen(
+            command,
+            env={**clean_environment(), **env, **ONE_THREAD, "PYTHONPATH": path},
+            pass_fds=descriptors,
+            stdin=subprocess.DEVNULL,
+        )
+    return ours, process
 
 
 def _end(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
@@ -131,40 +174,59 @@ def _kill(session: int) -> None:
 
 def serve() -> None:
     """Be the process that starts commands, one at a time, until nobody asks any more."""
-    number, *modules = sys.argv[1:]
+    asks, lives, *modules = sys.argv[1:]
     for name in modules:
         importlib.import_module(name)
     gc.freeze()
-    with socket.socket(fileno=int(number)) as connection:
+    with socket.socket(fileno=int(asks)) as asking, socket.socket(fileno=int(lives)) as living:
+        is_listener = asking.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         while True:
-            asked, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 2)
-            if not asked:
+            ready, _, _ = select.select([asking, living], [], [])
+            if living in ready:  # nobody is at its other end
                 return
-            process = os.fork()
-            if process == 0:
-                connection.close()
-                _be(json.loads(asked), descriptors)
-            for descriptor in descriptors:
-                os.close(descriptor)
-            connection.send(str(process).encode())
-            code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-            connection.send(str(code).encode())
+            if not is_listener:
+                _start(asking, (asking, living))
+                continue
+            connection = asking.accept()[0]
+            with connection:
+                _start(connection, (connection, asking, living))
 
 
-def _be(asked: dict[str, Any], descriptors: Sequence[int]) -> None:
-    """Be the command that is asked for. It never returns."""
+def _start(connection: socket.socket, ours: Sequence[socket.socket]) -> None:
+    """Be told of a command, start it, and say which process it is, and then how it has ended."""
+    asked, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 3)
+    if not asked:
+        return
+    process = os.fork()
+    if process == 0:
+        for each in ours:
+            each.close()
+        _be(*marshal.loads(asked), descriptors)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    with contextlib.suppress(ConnectionError):  # who has asked may have been killed meanwhile
+        connection.send(str(process).encode())
+    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    with contextlib.suppress(ConnectionError):
+        connection.send(str(code).encode())
+
+
+def _be(argv: list[str], env: dict[str, str], cwd: str, descriptors: Sequence[int]) -> None:
+    """Be a command with these arguments, environment, working folder and streams. It never returns."""
     code = 99
     try:
         os.setsid()
-        for descriptor, stream in zip(descriptors, (1, 2)):
+        for descriptor, stream in zip(descriptors, range(3)):
             os.dup2(descriptor, stream)
             os.close(descriptor)
-        os.chdir(asked["cwd"])
+        sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+        os.chdir(cwd)
         os.environ.clear()
-        os.environ.update(asked["env"])
-        sys.orig_argv = list(asked["argv"])
-        _, kind, what, *arguments = asked["argv"]
-        sys.path.remove(str(Path(__file__).parents[1]))
+        os.environ.update(env)
+        sys.orig_argv = argv
+        _, kind, what, *arguments = argv
+        sys.path[:] = [path for path in sys.path if path not in ("", str(_TESTS))]
         if kind == "-m":
             assert what == "reshard_mpi"
             from reshard_mpi.__main__ import command
