@@ -1,4 +1,4 @@
-"""Targets in an object store: every format, and every way to start a run, gives the objects that a folder has as files."""
+"""Targets in an object store: every format, and every way to start a run, gives what a folder has as files."""
 
 from __future__ import annotations
 
