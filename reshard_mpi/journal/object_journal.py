@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from reshard_mpi import __version__
 from reshard_mpi.errors import StoreError, TargetError
 from reshard_mpi.filesystem import object_listing, object_uploads
 from reshard_mpi.filesystem.folders import Say
@@ -209,15 +208,15 @@ class ObjectJournal(Journal):
             yield publication
 
     def _upload(
-        self, place: ObjectPlace, target_rank: int, sources: Sources, planned: Sequence[PlannedPart]
+        self, place: ObjectPlace, target_rank: int, sources: Sources, planned: Sequence[PlannedPart], structure: str
     ) -> tuple[Upload, Sequence[SentPart]]:
         """Go on with the upload of a target that a process of this run has left, or begin one; abort all others.
 
         Returns the upload, and the parts of it that are there. They are those that would be sent: of the same sources,
-        cut at the same places.
+        in the same structure, cut at the same places.
         """
         lying = [upload.upload_id for upload in object_uploads.unfinished(place) if upload.key == place.key]
-        made_of = repr((__version__, self.identity.digest, sources.files, sources.versions, planned))
+        made_of = repr((self.identity.digest, sources.files, sources.versions, planned, structure))
         digest = hashlib.sha256(made_of.encode(errors="surrogatepass")).hexdigest()
         facts = read_json(self._upload_path(target_rank)) or {}
         upload = None

@@ -27,7 +27,7 @@ from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, read_r
 from reshard_mpi.filesystem.object_uploads import FilePart, SentPart, Upload, wants_uniform_parts
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.structure import write_all
+from reshard_mpi.formats.structure import digest_besides, write_all
 from reshard_mpi.journal.publication import Publication
 from reshard_mpi.journal.target_records import TensorSum, sample_of, sampled_pages
 
@@ -37,7 +37,8 @@ _UNDER_WAY = 4
 STAGED_BYTES = (_UNDER_WAY + 4) * SENT_BYTES
 _PAGE_BYTES = 4096
 
-Begin = Callable[[Sequence[PlannedPart]], tuple[Upload, Sequence[SentPart]]]
+# Takes the parts, and a digest of all bytes of the file but payloads; returns an upload, and the parts that it has.
+Begin = Callable[[Sequence[PlannedPart], str], tuple[Upload, Sequence[SentPart]]]
 Check = Callable[[], None]
 Confirm = Callable[[ObjectState, str, Sequence[TensorSum], str], None]
 
@@ -148,7 +149,8 @@ class StagedParts:
         self._planned = plan_parts(self._size_bytes, runs, is_uniform=wants_uniform_parts())
         self._starts = [part.start for part in self._planned]
         self._sampled = sampled_pages(self._size_bytes)
-        self.upload, there = begin(self._planned)
+        file = SourceFile(f"/proc/self/fd/{descriptor}", descriptor)
+        self.upload, there = begin(self._planned, digest_besides(file, payloads))
         earlier = {
             part.number - 1: part
             for part in there
