@@ -103,7 +103,7 @@ class TargetError(ReshardError):
 
 
 class StoreError(ReshardError):
-    """An object store refuses what it is asked for: credentials, a bucket, a region, a right, a clock."""
+    """An object store refuses a request: for its credentials, its bucket, its region, a right, a clock."""
 
 
 class StoreUnreachableError(StoreError):

@@ -78,14 +78,14 @@ class _KeptBytes:
 
 
 class _KeptObjects:
-    """What is kept of objects, the one that was read last at the end."""
+    """The parts of objects that are kept, the one that was read last at the end."""
 
     def __init__(self) -> None:
         self._of: OrderedDict[tuple[ObjectPlace, ObjectState], _KeptBytes] = OrderedDict()
         self._lock = threading.Lock()
 
     def of(self, place: ObjectPlace, state: ObjectState) -> _KeptBytes:
-        """Return what is kept of an object; of those that were read longest ago, if all is too much, nothing is."""
+        """Return the kept parts of an object; if all is too much, objects that were read longest ago are forgotten."""
         with self._lock:
             kept = self._of.setdefault((place, state), _KeptBytes())
             self._of.move_to_end((place, state))
@@ -196,7 +196,7 @@ class ObjectFile(SourceFile):
         return done
 
     def _read_part(self, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer from what was read ahead, from what is kept, or from the store."""
+        """Fill a buffer from blocks that were read ahead, from kept parts, or from the store."""
         while buffer and self._ahead is not None:
             count = self._ahead.take(self, offset, buffer)
             if not count:
@@ -259,7 +259,7 @@ class ObjectFile(SourceFile):
         raise OSError(errno.EXDEV, "an object is not copied by the kernel", self.path)
 
     def advise_random(self) -> None:
-        """Do nothing: only what is asked for is fetched."""
+        """Do nothing: nothing else is fetched."""
 
     def advise(self, offset: int, length_bytes: int) -> None:
         """Do nothing: `ReadAhead` knows the plan."""
@@ -282,7 +282,7 @@ def open_object(path: str) -> ObjectFile:
     return ObjectFile(path, place, state)
 
 
-class _Block(NamedTuple):
+class _FetchedBlock(NamedTuple):
     """A part of an object that is fetched, or being fetched."""
 
     number: int  # in the order of the plan
@@ -294,7 +294,7 @@ class ReadAhead:
     """Fetches ranges of objects before they are asked for, in the order in which they will be."""
 
     def __init__(self, ranges: Iterable[tuple[str, int, int]], room_bytes: int = AHEAD_BYTES) -> None:
-        """ranges: (path, offset, length), in the order of their use, as a plan has them; those of files are left out.
+        """ranges: (path, offset, length), in the order of their use, as a plan has them; ranges of files are left out.
 
         Args:
             room_bytes: memory for blocks, fetched or on their way.
@@ -302,7 +302,7 @@ class ReadAhead:
         self._coming = blocks_of(ranges)
         self._room_bytes = room_bytes
         self._pool = ThreadPoolExecutor(min(_UNDER_WAY, max(1, room_bytes // _BLOCK_BYTES)))
-        self._blocks: OrderedDict[tuple[str, int], _Block] = OrderedDict()
+        self._blocks: OrderedDict[tuple[str, int], _FetchedBlock] = OrderedDict()
         self._starts: dict[str, list[int]] = {}
         self._files: dict[str, ObjectFile] = {}
         self._used: dict[str, int] = {}  # the number of the block of each file that was used last
@@ -311,13 +311,13 @@ class ReadAhead:
         self._next: tuple[str, int, int] | None = next(self._coming, None)
 
     def close(self) -> None:
-        """Wait for what is under way, and forget all."""
+        """Wait for requests that are under way, and forget all."""
         self._next = None
         self._pool.shutdown(cancel_futures=True)
         self._blocks.clear()
 
     def take(self, file: ObjectFile, offset: int, buffer: memoryview) -> int:
-        """Fill the beginning of a buffer; return how many bytes, 0 if they are not among what is fetched ahead.
+        """Fill the beginning of a buffer; return how many bytes, 0 if nothing has fetched them ahead.
 
         Raises as `object_store.asked` does.
         """
@@ -349,7 +349,7 @@ class ReadAhead:
         return key if offset < key[1] + len(self._blocks[key].buffer) else None
 
     def _is_coming(self, path: str, offset: int) -> bool:
-        """Fetch on until a block with this byte is among what is fetched; False if all room would be gone through."""
+        """Fetch on until a block has this byte; return False if all room would be gone through."""
         budget = self._room_bytes
         while self._next is not None and budget > 0:
             next_path, start, length = self._next
@@ -383,7 +383,7 @@ class ReadAhead:
         if file is None:
             file = self._files[path] = open_object(path)
         buffer = memoryview(bytearray(length))
-        block = _Block(self._count, buffer, self._pool.submit(file.fetch, start, buffer))
+        block = _FetchedBlock(self._count, buffer, self._pool.submit(file.fetch, start, buffer))
         self._blocks[path, start] = block
         insort(self._starts.setdefault(path, []), start)
         self._held_bytes += length

@@ -36,7 +36,7 @@ class ObjectFolder(Folder):
         return self.inner(name)
 
     def open_file(self, name: str, flags: int, purpose: str, mode: int = 0o666) -> int:
-        """Raise FileNotFoundError: what is opened here are locks, which a store has none of."""
+        """Raise FileNotFoundError: only locks are opened so, and a store has none."""
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path / name))
 
     def names(self) -> list[str]:
@@ -75,6 +75,6 @@ def open_folder(path: Path) -> Folder:
 
 
 def listed_anew(path: Path) -> ObjectFolder:
-    """Open a folder of an object store, of which nothing is taken as known: others may have written there."""
+    """Open a folder of an object store, and forget all that was listed there: others may have written to it."""
     object_listing.forget_below(ObjectPlace.of(path))
     return ObjectFolder.open(path)

@@ -23,10 +23,10 @@ Children = dict[str, ObjectState | None]
 
 
 class ListedFolders(NamedTuple):
-    """What is known of buckets. Plain values, so that one process can tell the others."""
+    """The contents of buckets, as far as they were listed. Plain values, so that one process can tell the others."""
 
     folders: dict[ObjectPlace, Children]  # by their places
-    whole: set[ObjectPlace]  # of which all that lies below is known
+    whole: set[ObjectPlace]  # folders that were listed with all that lies below them
     objects: dict[ObjectPlace, ObjectState | None]  # that were asked about singly; None: there is none
 
 
@@ -76,7 +76,7 @@ def take_away(place: ObjectPlace) -> None:
 
 
 def _note(place: ObjectPlace, state: ObjectState | None) -> None:
-    """Change what is known of the folders that an object lies in."""
+    """Change the listings of the folders that an object lies in."""
     with _LISTINGS.lock:
         _LISTINGS.known.objects.pop(place, None)
         known = _LISTINGS.known.folders
@@ -140,14 +140,14 @@ def children(place: ObjectPlace) -> Children:
     return found
 
 
-class _Folder:
+class _FolderMark:
     """Stands for a folder among the kinds of what lies at a place."""
 
 
-_FOLDER = _Folder()
+_FOLDER = _FolderMark()
 
 
-def _kind(place: ObjectPlace) -> ObjectState | _Folder | None:
+def _kind(place: ObjectPlace) -> ObjectState | _FolderMark | None:
     """Return what lies at a place: an object, a folder, or nothing."""
     if not place.key:
         return _FOLDER
@@ -165,8 +165,8 @@ def _kind(place: ObjectPlace) -> ObjectState | _Folder | None:
         return siblings[name] or _FOLDER
 
 
-def _look(place: ObjectPlace) -> ObjectState | _Folder | None:
-    """Ask the store what lies at a place of which nothing is known; a folder is listed."""
+def _look(place: ObjectPlace) -> ObjectState | _FolderMark | None:
+    """Ask the store what lies at a place that was not listed; a folder is listed."""
     state, has_below = None, False
     for page in listing(place, place.key, by_folder=True):
         state = page.objects.get(place.key, state)
@@ -195,7 +195,7 @@ def _both(place: ObjectPlace) -> SourceError:
 
 
 def _known_folder(place: ObjectPlace) -> Children | None:
-    """Return what is known to lie in a folder, nothing of one that is not there; None if nothing is known of it."""
+    """Return the listed contents of a folder, empty for one that is not there; None if it was not listed."""
     found = _LISTINGS.known.folders.get(place)
     if found is None and any(
         place.bucket == whole.bucket and (not whole.key or f"{place.key}/".startswith(f"{whole.key}/"))

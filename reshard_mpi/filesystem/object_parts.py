@@ -100,7 +100,7 @@ def joined(runs: Iterable[CopiedRun]) -> list[CopiedRun]:
 
 
 def _chosen(size_bytes: int, runs: Sequence[CopiedRun], least: int) -> Iterator[PlannedPart]:
-    """Yield parts of any length, of which as few bytes as possible are sent."""
+    """Yield parts of any length, so that as few bytes as possible are sent."""
     states: list[list[_State]] = []
     for number, run in enumerate(runs):
         # The last part may be short.
@@ -129,7 +129,7 @@ def _chosen(size_bytes: int, runs: Sequence[CopiedRun], least: int) -> Iterator[
 def _state(
     number: int, run: CopiedRun, done: int, kept: int, before: _State | None, spare: int, least: int
 ) -> _State | None:
-    """Return the way to copy a run after `before`; None if what is between cannot be a part.
+    """Return the way to copy a run after `before`; None if the bytes between cannot be a part.
 
     Args:
         done: up to where the target is made, with the run before.
@@ -147,7 +147,7 @@ def _state(
 
 
 def _best(states: Iterable[_State]) -> list[_State]:
-    """Return the states of a run of which no other sends less and has lent less."""
+    """Return the states of a run, without any that sends more and has lent more than another."""
     best: list[_State] = []
     for state in sorted(states, key=lambda state: state[:2]):
         if not best or state.lent_bytes < best[-1].lent_bytes:

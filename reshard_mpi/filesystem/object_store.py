@@ -224,7 +224,7 @@ class ListedPage(NamedTuple):
 
 
 def listing(place: ObjectPlace, prefix: str, *, by_folder: bool) -> Iterator[ListedPage]:
-    """Yield what a bucket has under a prefix, in the order of keys, page by page. Raises as `asked` does.
+    """Yield the contents of a bucket under a prefix, in the order of keys, page by page. Raises as `asked` does.
 
     Args:
         by_folder: stop at the next slash behind the prefix.

@@ -1,4 +1,4 @@
-"""Write objects: small ones at once and on conditions (`put`), large ones by parts (`Upload`); remove them (`remove`).
+"""Write objects: small ones at once, on conditions (`put`), large ones by parts (`Upload`); remove them (`remove`).
 
 An object appears whole, when its upload is completed, or not at all. Every part has a checksum that the store holds it
 against: CRC-32, and one of the whole object, where the store knows that (Amazon S3, "Checking object integrity":
@@ -191,7 +191,7 @@ class Upload:
 
     @classmethod
     def begin(cls, place: ObjectPlace, metadata: Mapping[str, str]) -> Upload:
-        """Begin to send an object. metadata: what is said of it. Raises as `object_store.asked` does."""
+        """Begin to send an object, which is to have this metadata. Raises as `object_store.asked` does."""
         return cls._begun(place, metadata, has_crc=_knows_crc(place))
 
     @classmethod
@@ -317,7 +317,7 @@ class Upload:
             return False
 
     def _asked(self, request: Any, source: ObjectPlace | None = None) -> Any:
-        """Ask for a part or for the whole. source: of a part that is copied: what a condition is about."""
+        """Ask for a part or for the whole. source: of a part that is copied, the object whose tag is a condition."""
         from botocore.exceptions import ClientError
 
         def answered(store: Any) -> Any:
@@ -337,7 +337,7 @@ class Upload:
 
 
 def crc_of_whole(parts: Sequence[SentPart]) -> int | None:
-    """Return the CRC-32 of an object from those of its parts; None if one of these is not known."""
+    """Return the CRC-32 of an object from its parts' CRC-32; None if one is not known."""
     from zlib_ng.zlib_ng import crc32_combine
 
     crc = 0

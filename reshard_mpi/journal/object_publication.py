@@ -31,9 +31,9 @@ from reshard_mpi.formats.structure import digest_besides, write_all
 from reshard_mpi.journal.publication import Publication
 from reshard_mpi.journal.target_records import TensorSum, sample_of, sampled_pages
 
-# How many parts are sent at once; as many lie in memory besides those that are being filled. As many are copied.
+# How many parts are sent at once; as many lie in memory besides parts that are being filled. As many are copied.
 _UNDER_WAY = 4
-# Memory for parts that are sent, and for those that are being filled.
+# Memory for parts that are sent or being filled.
 STAGED_BYTES = (_UNDER_WAY + 4) * SENT_BYTES
 _PAGE_BYTES = 4096
 
@@ -98,7 +98,7 @@ class ObjectPublication(Publication):
             close(self.descriptor)
 
     def stream(self, manifest: Manifest, runs: Sequence[CopiedRun]) -> StagedParts:
-        """Send parts of the target as soon as they are complete; return what is to be told of complete bytes.
+        """Send parts of the target as soon as they are complete; return the object that is told of complete bytes.
 
         Args:
             manifest: of the file, which has everything but its payloads.
@@ -260,7 +260,7 @@ class StagedParts:
                 return self.upload.send(number + 1, FilePart(file.fileno(), 0, part.length_bytes))
 
     def _give_back(self, part: PlannedPart) -> None:
-        """Give back the memory of the payloads of a part, but for pages of which a sample is taken."""
+        """Give back the memory of the payloads of a part, but for sampled pages."""
         if self._memory is None:
             return
         for start, end in self._payloads_in(part):
@@ -287,7 +287,7 @@ def _state_of(source: ObjectPlace) -> ObjectState:
 
 
 def _between(first: int, last: int, kept: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield runs of pages, from one to the one after the last, without those that are kept (ascending)."""
+    """Yield runs of pages, first and the one after the last, without pages to keep (ascending)."""
     for page in kept[bisect_right(kept, first - 1) :]:
         if page >= last:
             break

@@ -301,7 +301,7 @@ class Writer:
         return self._format.reserve(publication.descriptor, str(publication.partial), shard)
 
     def _staged(self, publication: Publication, plan: RankPlan, manifest: Manifest) -> StagedParts | None:
-        """Begin to send a target that is written to an object store; None for a file, and for what is read again."""
+        """Begin to send a target that is written to an object store; None for a file, or one that is read again."""
         if not self._run.is_streamed:
             return None
         from reshard_mpi.engine.source_ranges import copied_runs

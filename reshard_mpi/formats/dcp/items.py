@@ -28,7 +28,7 @@ _MAX_KNOWN = 64
 # Objects are mostly numbers and short lists; this number of small ones is kept parsed.
 _SMALL_BYTES, _MAX_REMEMBERED = 4 * KIB, 1024
 _CRC_BYTES = 4
-# Of so many items an object store is asked for all parts of the structure at once.
+# Of this number of items an object store is asked for all parts of the structure at once.
 _FORESEEN_ITEMS = 512
 _PART_BYTES = 100
 

@@ -39,7 +39,7 @@ _MAX_MEMBERS = structure.MAX_TENSORS + 1000
 _MAX_DIRECTORY_BYTES = 32 * MIB
 # A local header follows the sizes of the member before it.
 _BEFORE_HEADER_BYTES = 64
-# Of so many entries an object store is asked for all local headers at once.
+# Of this number of entries an object store is asked for all local headers at once.
 _FORESEEN_ENTRIES = 1024
 # The headers of small members are as close together; then as much is read at once.
 _NEAR_BYTES, _READ_BYTES = 1 << 10, 64 << 10
