@@ -186,19 +186,17 @@ class Files:
 
         Raises ShardError if they cannot be mapped.
         """
-        start = part.offset_bytes - part.offset_bytes % mmap.ALLOCATIONGRANULARITY
-        length = part.offset_bytes + part.length_bytes - start
         source = self._source(part.path)
         try:
-            mapped = source.map(start, length)
+            mapped, skipped = source.map(part.offset_bytes, part.length_bytes)
         except ValueError:
             raise _became_shorter(part) from None
         except OSError as error:
             raise unreadable(part.path, error) from error
         self.traffic.requested_bytes += requested_bytes
-        self.traffic.mapped_bytes += length
+        self.traffic.mapped_bytes += len(mapped)
         view = memoryview(mapped)
-        inner = view[part.offset_bytes - start :]
+        inner = view[skipped:]
         yield inner  # an error may keep arrays of it, and with them the map; closing it then would be another error
         inner.release()
         view.release()

@@ -35,6 +35,8 @@ _UNDER_WAY = 8
 _MOST_FORESEEN_BYTES = 8 * MIB
 # Ranges with smaller gaps than this are fetched as one, which costs less than another request; a longer one is cut.
 _GAP_BYTES, _BLOCK_BYTES = 64 * KIB, 8 * MIB
+# What is fetched at least where reads follow one another.
+_LEAST_RECENT_BYTES = 256 * KIB
 # How far a plan is looked ahead to put small ranges together.
 _FORESEEN_BYTES, _MOST_WAITING = 16 * MIB, 1024
 # Memory for what is read ahead.
@@ -102,7 +104,7 @@ os.register_at_fork(after_in_child=_KEPT.__init__)  # type: ignore[misc]
 class ObjectFile(SourceFile):
     """An object that is read as a file is. Every request asks for the very object that was opened."""
 
-    __slots__ = ("_ahead", "_place", "_recent", "_recent_start", "_state")
+    __slots__ = ("_ahead", "_place", "_recent", "_recent_bytes", "_recent_start", "_state")
 
     is_far = True
 
@@ -111,7 +113,7 @@ class ObjectFile(SourceFile):
         self.version = version_of_state(state)
         self.size_bytes = state.size_bytes
         self._ahead: ReadAhead | None = None
-        self._recent_start, self._recent = 0, memoryview(b"")
+        self._recent_start, self._recent, self._recent_bytes = 0, memoryview(b""), 0
         self._place = place
         self._state = state
 
@@ -213,11 +215,13 @@ class ObjectFile(SourceFile):
             if not buffer:
                 return
             self._recent_start, self._recent = offset, memoryview(b"")
-        # A read that goes on where the one before has ended is one of many: more is fetched than it asks for.
+        # A read that goes on where the one before has ended is one of many: more is fetched than it asks for, and
+        # each time twice as much.
         is_next = offset == self._recent_start and offset > 0
+        self._recent_bytes = min(max(2 * self._recent_bytes, _LEAST_RECENT_BYTES), _BLOCK_BYTES) if is_next else 0
         self._recent_start, self._recent = offset + len(buffer), memoryview(b"")
-        if is_next and len(buffer) < _BLOCK_BYTES:
-            block = memoryview(bytearray(min(_BLOCK_BYTES, self.size_bytes - offset)))
+        if is_next and len(buffer) < self._recent_bytes:
+            block = memoryview(bytearray(min(self._recent_bytes, self.size_bytes - offset)))
             self._fetch(offset, block)
             buffer[:] = block[: len(buffer)]
             self._recent_start, self._recent = offset, block
@@ -243,7 +247,7 @@ class ObjectFile(SourceFile):
         """Fill a buffer from the store, whatever is kept. Raises as `object_store.asked` does."""
         read_range(self._place, self._state, offset, buffer)
 
-    def map(self, offset: int, length_bytes: int) -> mmap:
+    def map(self, offset: int, length_bytes: int) -> tuple[mmap, int]:
         """Read bytes into memory of its own, in the place of a map."""
         import mmap
 
@@ -252,7 +256,7 @@ class ObjectFile(SourceFile):
         memory = mmap.mmap(-1, length_bytes)
         with memoryview(memory) as view:
             self._read_part(offset, view)
-        return memory
+        return memory, 0
 
     def copy_into(self, target: int, offset: int, target_offset: int, length_bytes: int) -> int:
         """Raise the OSError of file systems that do not copy between each other."""
@@ -308,11 +312,12 @@ class ReadAhead:
         self._used: dict[str, int] = {}  # the number of the block of each file that was used last
         self._served: dict[tuple[str, int], int] = {}
         self._held_bytes = self._count = 0
-        self._next: tuple[str, int, int] | None = next(self._coming, None)
+        self._next = deque[tuple[str, int, int]]()  # blocks that were looked at, and are not fetched yet
 
     def close(self) -> None:
         """Wait for requests that are under way, and forget all."""
-        self._next = None
+        self._coming = iter(())
+        self._next.clear()
         self._pool.shutdown(cancel_futures=True)
         self._blocks.clear()
 
@@ -322,7 +327,7 @@ class ReadAhead:
         Raises as `object_store.asked` does.
         """
         key = self._found(file.path, offset)
-        if key is None and self._next is not None and self._is_coming(file.path, offset):
+        if key is None and self._is_coming(file.path, offset):
             key = self._found(file.path, offset)
         if key is None:
             self._top_up()
@@ -349,19 +354,29 @@ class ReadAhead:
         return key if offset < key[1] + len(self._blocks[key].buffer) else None
 
     def _is_coming(self, path: str, offset: int) -> bool:
-        """Fetch on until a block has this byte; return False if all room would be gone through."""
-        budget = self._room_bytes
-        while self._next is not None and budget > 0:
-            next_path, start, length = self._next
-            budget -= length
-            self._make_room(length, forced=True)
-            self._submit()
+        """Fetch on until a block has this byte; return False if none comes before all room is full."""
+        number = looked_bytes = 0
+        while looked_bytes <= self._room_bytes and self._looks_at(number):
+            next_path, start, length = self._next[number]
+            number, looked_bytes = number + 1, looked_bytes + length
             if next_path == path and start <= offset < start + length:
+                for _ in range(number):
+                    self._make_room(self._next[0][2], forced=True)
+                    self._submit()
                 return True
         return False
 
+    def _looks_at(self, number: int) -> bool:
+        """Look at a block that is to be fetched, by its number among these; False if there are fewer."""
+        while len(self._next) <= number:
+            block = next(self._coming, None)
+            if block is None:
+                return False
+            self._next.append(block)
+        return True
+
     def _top_up(self) -> None:
-        while self._next is not None and self._make_room(self._next[2], forced=False):
+        while self._looks_at(0) and self._make_room(self._next[0][2], forced=False):
             self._submit()
 
     def _make_room(self, length: int, *, forced: bool) -> bool:
@@ -374,9 +389,7 @@ class ReadAhead:
         return self._held_bytes + length <= self._room_bytes or not self._blocks
 
     def _submit(self) -> None:
-        assert self._next is not None
-        path, start, length = self._next
-        self._next = next(self._coming, None)
+        path, start, length = self._next.popleft()
         if (path, start) in self._blocks:
             return
         file = self._files.get(path)
@@ -412,14 +425,15 @@ def blocks_of(ranges: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, int
         if block is not None and block[1] <= offset <= block[2] + _GAP_BYTES and end - block[1] <= _BLOCK_BYTES:
             waiting_bytes += max(0, end - block[2])
             block[2] = max(block[2], end)
-            continue
-        for begin in range(offset, end, _BLOCK_BYTES):
-            block = growing[path] = [path, begin, min(end, begin + _BLOCK_BYTES)]
-            waiting.append(block)
-        waiting_bytes += length
+        else:
+            for begin in range(offset, end, _BLOCK_BYTES):
+                block = growing[path] = [path, begin, min(end, begin + _BLOCK_BYTES)]
+                waiting.append(block)
+            waiting_bytes += length
         while len(waiting) > 1 and (waiting_bytes > _FORESEEN_BYTES or len(waiting) > _MOST_WAITING):
-            path, begin, end = waiting.popleft()
-            if growing.get(path) == [path, begin, end]:
+            block = waiting.popleft()
+            path, begin, end = block
+            if growing.get(path) is block:
                 del growing[path]
             waiting_bytes -= end - begin
             yield path, begin, end - begin

@@ -149,14 +149,16 @@ class SourceFile:
         """
         return os.preadv(self._descriptor, places, offset)
 
-    def map(self, offset: int, length_bytes: int) -> mmap:
-        """Map bytes from byte `offset` on, a multiple of `mmap.ALLOCATIONGRANULARITY`.
+    def map(self, offset: int, length_bytes: int) -> tuple[mmap, int]:
+        """Map bytes from byte `offset` on; return the map, and where in it they begin.
 
         Raises ValueError if the file ends before, OSError if it cannot be mapped.
         """
         import mmap
 
-        return mmap.mmap(self._descriptor, length_bytes, access=mmap.ACCESS_READ, offset=offset)
+        skipped = offset % mmap.ALLOCATIONGRANULARITY
+        access = mmap.ACCESS_READ
+        return mmap.mmap(self._descriptor, skipped + length_bytes, access=access, offset=offset - skipped), skipped
 
     def copy_into(self, target: int, offset: int, target_offset: int, length_bytes: int) -> int:
         """Copy bytes to the file `target` inside the kernel; return how many, which may be too few. Raises OSError."""

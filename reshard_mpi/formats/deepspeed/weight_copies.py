@@ -1,4 +1,4 @@
-"""Keep weights and their copies in float32 the same: as packed (`weights_made_of`), and read back (`as_read`)."""
+"""Keep weights and their copies in float32 the same: as packed (`weights_made_of`), and read back (`as_read`).
 
 An engine goes on from the optimizer's copies in float32, and makes the weights of these. Stage 3 has nothing else, so
 weights that are not their copies rounded would be lost; at stages 1 and 2 both would contradict each other.
