@@ -19,7 +19,7 @@ from reshard_mpi.formats.locations import ByteRange
 from reshard_mpi.text import MIB
 
 if TYPE_CHECKING:
-    from reshard_mpi.filesystem.object_files import ReadAhead
+    from reshard_mpi.filesystem.read_ahead import ReadAhead
 
 OnBytes = Callable[[int], None]
 
@@ -116,7 +116,7 @@ class Files:
 
     def read_ahead(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """Have an object store send ranges before they are asked for: (path, offset, length), in that order."""
-        from reshard_mpi.filesystem.object_files import ReadAhead
+        from reshard_mpi.filesystem.read_ahead import ReadAhead
 
         self._ahead = ReadAhead(ranges)
 

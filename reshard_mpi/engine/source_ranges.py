@@ -1,6 +1,6 @@
 """Say which bytes of sources a target is made of: ranges to read (`source_ranges`) and to copy (`copied_runs`).
 
-An object store is asked for the former before they are needed (`filesystem/object_files.ReadAhead`), and copies the
+An object store is asked for the former before they are needed (`filesystem/read_ahead.ReadAhead`), and copies the
 latter from object to object by itself.
 """
 

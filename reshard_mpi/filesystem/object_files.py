@@ -1,7 +1,7 @@
-"""Read objects of a store as files are read (`ObjectFile`), and ahead of their use (`ReadAhead`).
+"""Read objects of a store as files are read (`ObjectFile`).
 
 The structure of a file is read in few trips: its first and last bytes with one request each, other parts in blocks
-that are kept. Payloads are fetched by `ReadAhead` in the order of a plan, several blocks at a time.
+that are kept. Payloads come from what `read_ahead.ReadAhead` has fetched, if there is one.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ import errno
 import os
 import threading
 from bisect import bisect_right, insort
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from reshard_mpi.filesystem import object_listing
 from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, read_range
-from reshard_mpi.filesystem.paths import is_object_path
 from reshard_mpi.filesystem.source_files import FileVersion, SourceFile
 from reshard_mpi.text import KIB, MIB
 
 if TYPE_CHECKING:
     from mmap import mmap
+
+    from reshard_mpi.filesystem.read_ahead import ReadAhead
 
 # What is read with the first request for a part of a file's structure: at its beginning, at its end, and elsewhere.
 _HEAD_BYTES, _TAIL_BYTES, _GRAIN_BYTES = 256 * KIB, 64 * KIB, 4 * KIB
@@ -30,17 +31,13 @@ _HEAD_BYTES, _TAIL_BYTES, _GRAIN_BYTES = 256 * KIB, 64 * KIB, 4 * KIB
 _MOST_KEPT_BYTES = MIB
 _ALL_KEPT_BYTES = 32 * MIB
 # How many requests are under way at once.
-_UNDER_WAY = 8
+UNDER_WAY = 8
 # How much of a structure is fetched at once that a format says it is going to read.
 _MOST_FORESEEN_BYTES = 8 * MIB
-# Ranges with smaller gaps than this are fetched as one, which costs less than another request; a longer one is cut.
-_GAP_BYTES, _BLOCK_BYTES = 64 * KIB, 8 * MIB
+# A longer range is fetched by several requests.
+BLOCK_BYTES = 8 * MIB
 # What is fetched at least where reads follow one another.
 _LEAST_RECENT_BYTES = 256 * KIB
-# How far a plan is looked ahead to put small ranges together.
-_FORESEEN_BYTES, _MOST_WAITING = 16 * MIB, 1024
-# Memory for what is read ahead.
-AHEAD_BYTES = 24 * MIB
 
 
 class _KeptBytes:
@@ -184,7 +181,7 @@ class ObjectFile(SourceFile):
 
         if len(ranges) < 2:
             return [fetched(span) for span in ranges]
-        with ThreadPoolExecutor(min(_UNDER_WAY, len(ranges))) as pool:
+        with ThreadPoolExecutor(min(UNDER_WAY, len(ranges))) as pool:
             return list(pool.map(fetched, ranges))
 
     def read_into(self, offset: int, places: Sequence[memoryview]) -> int:
@@ -218,7 +215,7 @@ class ObjectFile(SourceFile):
         # A read that goes on where the one before has ended is one of many: more is fetched than it asks for, and
         # each time twice as much.
         is_next = offset == self._recent_start and offset > 0
-        self._recent_bytes = min(max(2 * self._recent_bytes, _LEAST_RECENT_BYTES), _BLOCK_BYTES) if is_next else 0
+        self._recent_bytes = min(max(2 * self._recent_bytes, _LEAST_RECENT_BYTES), BLOCK_BYTES) if is_next else 0
         self._recent_start, self._recent = offset + len(buffer), memoryview(b"")
         if is_next and len(buffer) < self._recent_bytes:
             block = memoryview(bytearray(min(self._recent_bytes, self.size_bytes - offset)))
@@ -232,12 +229,12 @@ class ObjectFile(SourceFile):
 
     def _fetch(self, offset: int, buffer: memoryview) -> None:
         """Fill a long buffer from the store, several blocks at a time."""
-        if len(buffer) <= _BLOCK_BYTES:
+        if len(buffer) <= BLOCK_BYTES:
             read_range(self._place, self._state, offset, buffer)
             return
-        starts = range(0, len(buffer), _BLOCK_BYTES)
-        with ThreadPoolExecutor(min(_UNDER_WAY, len(starts))) as pool:
-            parts = (buffer[start : start + _BLOCK_BYTES] for start in starts)
+        starts = range(0, len(buffer), BLOCK_BYTES)
+        with ThreadPoolExecutor(min(UNDER_WAY, len(starts))) as pool:
+            parts = (buffer[start : start + BLOCK_BYTES] for start in starts)
             for _ in pool.map(
                 lambda start, part: read_range(self._place, self._state, offset + start, part), starts, parts
             ):
@@ -284,158 +281,3 @@ def open_object(path: str) -> ObjectFile:
         )
         raise kind(number, "no object is called so", str(place))
     return ObjectFile(path, place, state)
-
-
-class _FetchedBlock(NamedTuple):
-    """A part of an object that is fetched, or being fetched."""
-
-    number: int  # in the order of the plan
-    buffer: memoryview
-    fetching: Future[None]
-
-
-class ReadAhead:
-    """Fetches ranges of objects before they are asked for, in the order in which they will be."""
-
-    def __init__(self, ranges: Iterable[tuple[str, int, int]], room_bytes: int = AHEAD_BYTES) -> None:
-        """ranges: (path, offset, length), in the order of their use, as a plan has them; ranges of files are left out.
-
-        Args:
-            room_bytes: memory for blocks, fetched or on their way.
-        """
-        self._coming = blocks_of(ranges)
-        self._room_bytes = room_bytes
-        self._pool = ThreadPoolExecutor(min(_UNDER_WAY, max(1, room_bytes // _BLOCK_BYTES)))
-        self._blocks: OrderedDict[tuple[str, int], _FetchedBlock] = OrderedDict()
-        self._starts: dict[str, list[int]] = {}
-        self._files: dict[str, ObjectFile] = {}
-        self._used: dict[str, int] = {}  # the number of the block of each file that was used last
-        self._served: dict[tuple[str, int], int] = {}
-        self._held_bytes = self._count = 0
-        self._next = deque[tuple[str, int, int]]()  # blocks that were looked at, and are not fetched yet
-
-    def close(self) -> None:
-        """Wait for requests that are under way, and forget all."""
-        self._coming = iter(())
-        self._next.clear()
-        self._pool.shutdown(cancel_futures=True)
-        self._blocks.clear()
-
-    def take(self, file: ObjectFile, offset: int, buffer: memoryview) -> int:
-        """Fill the beginning of a buffer; return how many bytes, 0 if nothing has fetched them ahead.
-
-        Raises as `object_store.asked` does.
-        """
-        key = self._found(file.path, offset)
-        if key is None and self._is_coming(file.path, offset):
-            key = self._found(file.path, offset)
-        if key is None:
-            self._top_up()
-            return 0
-        block = self._blocks[key]
-        block.fetching.result()
-        begin = offset - key[1]
-        count = min(len(buffer), len(block.buffer) - begin)
-        buffer[:count] = block.buffer[begin : begin + count]
-        self._served[key] = self._served.get(key, 0) + count
-        self._used[file.path] = max(self._used.get(file.path, 0), block.number)
-        if self._served[key] >= len(block.buffer):
-            self._drop(key)
-        self._top_up()
-        return count
-
-    def _found(self, path: str, offset: int) -> tuple[str, int] | None:
-        """Return the block that has this byte of a file."""
-        starts = self._starts.get(path, [])
-        number = bisect_right(starts, offset) - 1
-        if number < 0:
-            return None
-        key = path, starts[number]
-        return key if offset < key[1] + len(self._blocks[key].buffer) else None
-
-    def _is_coming(self, path: str, offset: int) -> bool:
-        """Fetch on until a block has this byte; return False if none comes before all room is full."""
-        number = looked_bytes = 0
-        while looked_bytes <= self._room_bytes and self._looks_at(number):
-            next_path, start, length = self._next[number]
-            number, looked_bytes = number + 1, looked_bytes + length
-            if next_path == path and start <= offset < start + length:
-                for _ in range(number):
-                    self._make_room(self._next[0][2], forced=True)
-                    self._submit()
-                return True
-        return False
-
-    def _looks_at(self, number: int) -> bool:
-        """Look at a block that is to be fetched, by its number among these; False if there are fewer."""
-        while len(self._next) <= number:
-            block = next(self._coming, None)
-            if block is None:
-                return False
-            self._next.append(block)
-        return True
-
-    def _top_up(self) -> None:
-        while self._looks_at(0) and self._make_room(self._next[0][2], forced=False):
-            self._submit()
-
-    def _make_room(self, length: int, *, forced: bool) -> bool:
-        """Drop blocks whose file is read further on, and, if `forced`, the oldest; tell whether there is room."""
-        for key, block in list(self._blocks.items()):
-            if self._held_bytes + length <= self._room_bytes:
-                return True
-            if forced or (key in self._served and block.number < self._used.get(key[0], 0) - _UNDER_WAY):
-                self._drop(key)
-        return self._held_bytes + length <= self._room_bytes or not self._blocks
-
-    def _submit(self) -> None:
-        path, start, length = self._next.popleft()
-        if (path, start) in self._blocks:
-            return
-        file = self._files.get(path)
-        if file is None:
-            file = self._files[path] = open_object(path)
-        buffer = memoryview(bytearray(length))
-        block = _FetchedBlock(self._count, buffer, self._pool.submit(file.fetch, start, buffer))
-        self._blocks[path, start] = block
-        insort(self._starts.setdefault(path, []), start)
-        self._held_bytes += length
-        self._count += 1
-
-    def _drop(self, key: tuple[str, int]) -> None:
-        block = self._blocks.pop(key)
-        block.fetching.cancel()
-        self._starts[key[0]].remove(key[1])
-        self._served.pop(key, None)
-        self._held_bytes -= len(block.buffer)
-
-
-def blocks_of(ranges: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, int, int]]:
-    """Yield the blocks in which ranges are fetched: those with small gaps between them as one, long ones cut.
-
-    Blocks come in the order in which they are first used, as far as that is looked ahead.
-    """
-    waiting: deque[list[Any]] = deque()  # [path, first byte, the one after the last]
-    growing: dict[str, list[Any]] = {}  # by path, the block that the next range may be added to
-    waiting_bytes = 0
-    for path, offset, length in ranges:
-        if not is_object_path(path):
-            continue
-        end, block = offset + length, growing.get(path)
-        if block is not None and block[1] <= offset <= block[2] + _GAP_BYTES and end - block[1] <= _BLOCK_BYTES:
-            waiting_bytes += max(0, end - block[2])
-            block[2] = max(block[2], end)
-        else:
-            for begin in range(offset, end, _BLOCK_BYTES):
-                block = growing[path] = [path, begin, min(end, begin + _BLOCK_BYTES)]
-                waiting.append(block)
-            waiting_bytes += length
-        while len(waiting) > 1 and (waiting_bytes > _FORESEEN_BYTES or len(waiting) > _MOST_WAITING):
-            block = waiting.popleft()
-            path, begin, end = block
-            if growing.get(path) is block:
-                del growing[path]
-            waiting_bytes -= end - begin
-            yield path, begin, end - begin
-    for path, begin, end in waiting:
-        yield path, begin, end - begin

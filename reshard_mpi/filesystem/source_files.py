@@ -21,8 +21,8 @@ from reshard_mpi.filesystem.paths import is_object_path
 if TYPE_CHECKING:
     from mmap import mmap
 
-    from reshard_mpi.filesystem.object_files import ReadAhead
     from reshard_mpi.filesystem.object_store import ObjectState
+    from reshard_mpi.filesystem.read_ahead import ReadAhead
 
 StrPath = str | os.PathLike[str]
 # Nothing lies at a path that leads to one of these errors; after others that is not known.
