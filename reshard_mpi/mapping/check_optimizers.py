@@ -18,6 +18,7 @@ from reshard_mpi.mapping.numbered_state import WRAPPERS, begins_of, names_by_pat
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Form, Optimizer
 from reshard_mpi.mapping.result import DerivedTensor, taken_of
 from reshard_mpi.sharding.strides import paired, source_region
+from reshard_mpi.text import shortened
 
 _EXPECTED = "each parameter of an optimizer with its own state, which is renamed, cut and turned as the parameter is"
 _REMEDY = (
@@ -78,6 +79,28 @@ def require_own_state(
             fault = faults[0] if all(faults) else _taken_out(target_sides, source_side, target)
             if fault is not None:
                 raise MapError(fault.problem, expected=_EXPECTED, got=fault.got, where=where, remedy=fault.remedy)
+        if any(used.issuperset(side.parameters) for side in sides):
+            _require_one_model(own, target.made, where)
+
+
+def _require_one_model(own: Optimizer, made: Mapping[str, DerivedTensor], where: str) -> None:
+    """Raise MapError if the parameters of an optimizer, which may have no state, are put into several models.
+
+    Names in the optimizer would go by the one for some of them, and by the other for others.
+    """
+    counts = _beginnings(own, made).values()
+    if own.form is Form.NUMBERS or any(count == len(own.parameters) for count in counts):
+        return
+    others = [name for name in made if not (own.path and name.startswith(own.path))]
+    found = {name[len(begin) :]: name for name in others for begin in _begins(name, own.parameters)}
+    if len(found) == len(own.parameters):
+        raise MapError(
+            "parameters of one optimizer are put into several models",
+            expected=_EXPECTED,
+            got=shortened([*found.values()]),
+            where=where,
+            remedy="write equations for all of the model, or leave the optimizer out (--exclude)",
+        )
 
 
 def owners_by_names(optimizers: Iterable[Optimizer], tensors: Collection[str]) -> dict[str, str]:

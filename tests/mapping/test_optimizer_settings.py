@@ -490,6 +490,21 @@ def test_state_behind_another_name_does_not_outlive_what_is_excluded(
     reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "kept", exclude=["ema.*"], **options)
 
 
+@pytest.mark.parametrize("form", ["names", "flat", "numbers"])
+def test_groups_of_an_optimizer_without_state_have_the_names_of_one_model(tmp_path: Path, form: str) -> None:
+    """Of a part that goes to another key, names in the groups would be whole, and of the rest they would not."""
+    of_form(tmp_path / "y.pt", ("a.w", "b.w"), "optim", form, own=True)
+    tree = torch_peer.load(tmp_path / "y.pt")
+    if form == "flat":
+        tree["optim"] = {key: value for key, value in tree["optim"].items() if not key.startswith("state.")}
+    else:
+        tree["optim"]["state"] = {}
+    torch_peer.save(tmp_path / "x.pt", tree)
+    with pytest.raises(MapError, match="parameters of one optimizer are put into several models"):
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map="model.a.{p*} <=> net.{p*}", forward=True)
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map="model.a.{p*} <=> model.net.{p*}", forward=True)
+
+
 @pytest.mark.parametrize("is_named", [False, True])
 def test_numbers_of_two_optimizers_do_not_outlive_a_part_of_a_model(tmp_path: Path, is_named: bool) -> None:
     """As of a generator and its opponent: nothing tells which optimizer is whose, and the numbers behind would move."""
