@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.checkpoints import read_shard
 from support.conversions import Conversion, listing, make, shards, side, transform_apart
-from support.launch import MPI
+from support.launch import MPI, by_one_mpi
 from support.oracle import RawLayout
 from support.processes import run_command
 
@@ -181,6 +181,7 @@ def test_processes_share_what_is_to_be_compared(tmp_path: Path) -> None:
     assert len(busy) > 1
 
 
+@by_one_mpi
 def test_ranks_of_an_mpi_run_refuse_alike(tmp_path: Path, mpi: MPI) -> None:
     c = make(tmp_path).to(EIGHT)
     differing(c)

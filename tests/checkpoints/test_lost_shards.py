@@ -30,7 +30,7 @@ from support.conversions import (
     write_conversion,
 )
 from support.examples import few
-from support.launch import MPI
+from support.launch import MPI, by_one_mpi
 from support.oracle import RawLayout
 
 import reshard_mpi
@@ -134,6 +134,7 @@ def test_every_division_of_a_run_takes_the_same_and_tells_it_once(tmp_path: Path
     assert [target["read_ranks"] for target in committed["targets"]] == [[1, 2]] * 8
 
 
+@by_one_mpi
 def test_ranks_of_one_mpi_run_take_the_same_and_tell_it_once(tmp_path: Path, mpi: MPI) -> None:
     c = make(tmp_path).to(side(8, EIGHT_LAYOUTS))
     DAMAGE["half"](c.shard(0))

@@ -17,7 +17,7 @@ from support.cases import Side
 from support.command_line import COMMAND, done, refused, run_apart, run_here
 from support.conversions import Conversion, make, write_conversion
 from support.harm import fault
-from support.launch import MPI
+from support.launch import MPI, by_one_mpi
 from support.oracle import RawLayout
 from support.terminals import run_on_terminal
 
@@ -101,6 +101,7 @@ def test_lines_of_all_ranks_by_one_of_them(c: Conversion, mpi: MPI) -> None:
     assert_lines(finished.err)
 
 
+@by_one_mpi
 def test_details_of_every_rank(c: Conversion, mpi: MPI) -> None:
     finished = run_apart(*c.arguments("transform", "-v"), mpi=mpi, ranks=2, check=True)
     targets = [line.partition(":")[0] for line in finished.err.splitlines() if line.startswith("target ")]
@@ -112,6 +113,7 @@ def test_quiet(c: Conversion) -> None:
     assert_quiet(c, "--quiet")
 
 
+@by_one_mpi
 def test_quiet_ranks(c: Conversion, mpi: MPI) -> None:
     assert_quiet(c, "-q", mpi=mpi)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.command_line import COMMAND
 from support.conversions import Conversion, assert_right, make
-from support.launch import MPI, mpirun_command
+from support.launch import MPI, by_one_mpi, mpirun_command
 from support.processes import Finished, run_command
 
 from reshard_mpi.cli import commands, output
@@ -62,6 +62,7 @@ def test_a_commit_and_a_demo_whose_account_cannot_be_written(conversion: Convers
     assert_complete(conversion)
 
 
+@by_one_mpi
 def test_ranks_whose_summary_cannot_be_written(conversion: Conversion, mpi: MPI) -> None:
     """Nor is it tried again when the interpreter ends, with an exit code of its own."""
     ranks = shlex.join([*COMMAND, *conversion.arguments()])

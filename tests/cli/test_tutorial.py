@@ -49,6 +49,7 @@ def test_by_rank_with_too_many_ranks(mpi: MPI, tmp_path: Path) -> None:
     assert "Traceback" not in finished.err, finished
 
 
+@by_one_mpi
 def test_pipeline(mpi: MPI, tmp_path: Path) -> None:
     """By fewer ranks than there are targets; below, by as many."""
     source, target = pipeline_to_four()

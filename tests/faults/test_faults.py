@@ -23,7 +23,7 @@ from support.command_line import COMMAND
 from support.conversions import Conversion, listing, shards, transform_apart, write_conversion
 from support.examples import one_at_a_time
 from support.harm import assert_nothing_half_done, assert_resumed, fault
-from support.launch import MPI, mpirun_command
+from support.launch import MPI, by_one_mpi, mpirun_command
 from support.oracle import RawLayout
 from support.processes import HANG_SECONDS, Finished, clean_environment, run_command
 
@@ -237,6 +237,7 @@ def test_two_runs_at_once(c: Conversion, whole: Conversion) -> None:
     assert_resumed(c, whole)
 
 
+@by_one_mpi
 def test_one_rank_without_memory(c: Conversion, whole: Conversion, mpi: MPI) -> None:
     env = fault(c, c.folder / "counter", "raise MemoryError", on="pwrite", path="dst/rank_1/.")
     finished = transform_apart(c, env=env, mpi=mpi, ranks=3)

@@ -15,7 +15,7 @@ from support.checkpoints import sample, write_ranks
 from support.command_line import done, refused, run_apart
 from support.conversions import TENSORS, Conversion, make, write_conversion
 from support.examples import few, many
-from support.launch import MPI
+from support.launch import MPI, by_one_mpi
 from support.oracle import RawLayout
 
 from reshard_mpi.errors import DisagreementError, ShardError, TargetError
@@ -147,6 +147,7 @@ def test_files_without_metadata(tmp_path: Path) -> None:
     assert_whole(c.dst)
 
 
+@by_one_mpi
 def test_ranks_of_mpi(tmp_path: Path, mpi: MPI) -> None:
     c = conversion(tmp_path)
     run_apart(*c.arguments("transform", "--verify"), mpi=mpi, ranks=2, check=True)

@@ -710,6 +710,7 @@ def test_ranks_of_one_job(tmp_path: Path, mpi: MPI, ranks: int) -> None:
     assert record(c).read_bytes() == record(whole).read_bytes()
 
 
+@by_one_mpi
 def test_ranks_of_one_job_that_complete_what_does_not_belong_together(tmp_path: Path, mpi: MPI) -> None:
     c = four_targets(tmp_path)
     c.done("transform", "--rank", "0", "--rank", "1")

@@ -16,7 +16,7 @@ from support.checkpoints import as_read, read_shard, write_ranks, write_shard
 from support.command_line import CommandLine, done, run_apart, run_here
 from support.conversions import listing
 from support.examples import few, one_at_a_time
-from support.launch import MPI
+from support.launch import MPI, by_one_mpi
 from support.wrong_specs import Rule, Slip, Spec, contradictions, outcome, slips
 
 import reshard_mpi
@@ -157,6 +157,7 @@ def test_partial_sums_that_are_not_cut(tmp_path: Path) -> None:
     )
 
 
+@by_one_mpi
 def test_by_all_ranks(tmp_path: Path, mpi: MPI) -> None:
     c = Checkpoint(tmp_path)
     finished = run_apart(*c.arguments(WRONG["mesh swapped"][0]), mpi=mpi, ranks=3)

@@ -199,6 +199,7 @@ def test_a_plan_leaves_no_lease_and_a_batch_script_is_for_other_hosts(
     assert run_apart(*c.arguments("plan")).code == 5
 
 
+@by_one_mpi
 def test_what_can_never_fit_is_refused_on_all_ranks(mpi: MPI, c: Conversion) -> None:
     arguments = c.arguments("transform", "--memory", "25M")
     finished = run_apart(*arguments, mpi=mpi)

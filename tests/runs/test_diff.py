@@ -13,7 +13,7 @@ from support.checkpoints import sample, write_shard
 from support.command_line import done, refused, run_apart, run_here
 from support.conversions import TENSORS, Conversion
 from support.examples import many
-from support.launch import MPI
+from support.launch import MPI, by_one_mpi
 from support.processes import Finished
 
 import reshard_mpi
@@ -149,6 +149,7 @@ def test_a_hole_is_no_difference_but_refused(c: Conversion, tmp_path: Path) -> N
     assert said.code == 3 and "reshard-mpi: error: " in said.err, said
 
 
+@by_one_mpi
 def test_several_processes_find_the_same(c: Conversion, tmp_path: Path, mpi: MPI) -> None:
     changed = {name: TENSORS[name].copy() for name in ("w", "b")}
     changed["w"][7, 3] += 1

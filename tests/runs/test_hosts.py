@@ -12,7 +12,7 @@ from support.command_line import COMMAND
 from support.conversions import Conversion, assert_right, four_targets, make, resume, shards, side
 from support.examples import one_at_a_time
 from support.hosts import Hosts, make_hosts
-from support.launch import MPI, PYTEST, RANKS
+from support.launch import MPI, PYTEST, RANKS, by_one_mpi
 from support.oracle import RawLayout
 from support.processes import Finished, run_command
 from support.stand_ins import doing
@@ -109,7 +109,12 @@ def test_the_same_files_as_alone(tmp_path: Path, hosts: Hosts, kind: str, target
 # A process that fails
 
 
-@pytest.mark.parametrize(("target", "process"), [(1, 2), (2, 1)], ids=["on the other host", "on the first host"])
+@pytest.mark.parametrize(
+    ("mpi", "target", "process"),
+    [("openmpi", 1, 2), ("mpich", 2, 1)],
+    indirect=["mpi"],
+    ids=["on the other host", "on the first host"],
+)
 def test_a_rank_that_fails(tmp_path: Path, hosts: Hosts, target: int, process: int) -> None:
     c = four_targets(tmp_path)
     when = f"plan.target_rank == {target}"
@@ -128,6 +133,7 @@ def test_a_rank_that_fails(tmp_path: Path, hosts: Hosts, target: int, process: i
     assert_right(c)
 
 
+@by_one_mpi
 def test_a_rank_that_helps_and_fails_is_named_not_the_one_that_leads(tmp_path: Path, hosts: Hosts) -> None:
     c = some_targets(tmp_path, "ckpt", 2)
     helps = "plan.target_rank == 1 and span[0] > 0"
@@ -147,6 +153,7 @@ def test_a_bug_on_one_rank_ends_the_job(tmp_path: Path, hosts: Hosts) -> None:
     assert not list(c.dst.glob("rank_1/*"))
 
 
+@by_one_mpi
 def test_what_is_wrong_on_one_host_only_is_refused_with_its_name(tmp_path: Path, hosts: Hosts) -> None:
     c = four_targets(tmp_path)
     missing = (

@@ -26,7 +26,7 @@ from support.conversions import (
     transform_by_function,
     write_conversion,
 )
-from support.launch import MPI, RankRun
+from support.launch import MPI, RankRun, by_one_mpi
 from support.oracle import RawLayout
 from support.processes import Finished, run_command
 from support.rank_calls import transform_alone_then_together
@@ -119,6 +119,7 @@ def test_process_num(reference: Conversion, tmp_path: Path) -> None:
     assert listing(tmp_path) == shards(c.dst)
 
 
+@by_one_mpi
 @pytest.mark.parametrize("reference", ["hdf5"], indirect=True)
 def test_functions_on_every_rank(reference: Conversion, tmp_path: Path, mpirun: functools.partial[RankRun]) -> None:
     run = reference.but(dst=tmp_path / "together").paths
@@ -153,6 +154,7 @@ def test_a_target_that_cannot_be_written(tmp_path: Path, jobs: str) -> None:
     assert_right(c)
 
 
+@by_one_mpi
 def test_a_target_that_cannot_be_written_under_mpirun(tmp_path: Path, mpi: MPI) -> None:
     c = four_targets(tmp_path)
     assert_others_complete(c, transform_apart(c, mpi=mpi, ranks=3, env=refusing(tmp_path)))
@@ -268,6 +270,7 @@ def test_a_target_that_cannot_be_reserved(tmp_path: Path) -> None:
     assert_right(c)
 
 
+@by_one_mpi
 def test_a_helper_under_mpi_that_cannot_read(tmp_path: Path, mpi: MPI) -> None:
     c = four_targets(tmp_path)
     finished = transform_apart(
@@ -424,6 +427,7 @@ def test_a_refusal_under_mpirun_is_told_once(tmp_path: Path, mpi: MPI) -> None:
     assert finished.code == 2 and finished.err.count("target rank out of range") == 1, finished
 
 
+@by_one_mpi
 def test_a_demo_that_cannot_be_made_under_mpirun(tmp_path: Path, mpi: MPI) -> None:
     (tmp_path / "file").write_text("")
     finished = run_apart("demo", tmp_path / "file", mpi=mpi)
@@ -431,6 +435,7 @@ def test_a_demo_that_cannot_be_made_under_mpirun(tmp_path: Path, mpi: MPI) -> No
     assert finished.err.count("reshard-mpi: error: the file system refused") == 1, finished
 
 
+@by_one_mpi
 def test_jobs_do_not_go_with_mpirun(tmp_path: Path, mpi: MPI) -> None:
     c = four_targets(tmp_path)
     finished = transform_apart(c, "--jobs", "2", mpi=mpi)

@@ -30,7 +30,7 @@ from support.conversions import (
     transform_apart,
 )
 from support.examples import few
-from support.launch import MPI, of_every_kind_and_mpi
+from support.launch import MPI, by_one_mpi, of_every_kind_and_mpi
 from support.oracle import RawLayout
 from support.processes import Finished
 from support.stand_ins import doing
@@ -335,6 +335,7 @@ def test_a_source_that_does_not_fit_its_checksum_is_replaced(tmp_path: Path, way
     assert_replaced(c, [transform_apart(c, "--verify", *options) for options in divided])
 
 
+@by_one_mpi
 def test_and_by_all_ranks(tmp_path: Path, mpi: MPI) -> None:
     c = of_four_alike(tmp_path)
     for rank in (0, 1):

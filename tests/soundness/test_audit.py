@@ -14,7 +14,7 @@ from support import torch_peer
 from support.checkpoints import sample, write_ranks
 from support.command_line import done, refused, run_apart, run_here
 from support.examples import few
-from support.launch import MPI
+from support.launch import MPI, by_one_mpi
 from support.whole_checkpoints import CONFIG, EMBEDDING, HEAD, Array, Tensors, save, stand_ins, weights, with_state
 
 import reshard_mpi
@@ -339,6 +339,7 @@ def test_without_transformers_one_sentence_says_what_to_install(tmp_path: Path, 
     assert "no torch here" in complaint and "pip install transformers torch" in complaint
 
 
+@by_one_mpi
 def test_mpi_ranks_share_the_work(tmp_path: Path, mpi: MPI) -> None:
     tensors = weights()
     tensors[EXPERT][2, 2] = np.inf
