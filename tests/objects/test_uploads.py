@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from support.fault_proxy import Answer, FaultProxy, Operation
 from support.object_servers import Bucket, put
 
