@@ -8,10 +8,12 @@ checksums of the type FULL_OBJECT), else MD5.
 from __future__ import annotations
 
 import base64
+import contextlib
 import errno
 import hashlib
 import io
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
@@ -19,15 +21,17 @@ from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from reshard_mpi.errors import StoreError, TargetError
+from reshard_mpi.errors import StoreError, StoreUnreachableError, TargetError
 from reshard_mpi.filesystem import object_listing
 from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, asked, changed, client, state_of
 
 _TAKEN = ("PreconditionFailed", "412", "ConditionalRequestConflict", "409")
+_UNKNOWN = ("NotImplemented", "InvalidArgument", "InvalidRequest", "NotSupported")
 _GONE = "NoSuchUpload"
 _UNIFORM_STORE = ".r2.cloudflarestorage.com"
 _TOKEN = "reshard-upload"
 _TOKEN_BYTES = 12
+_TRIAL = ".trial"
 _PIECE_BYTES = 256 << 10
 
 
@@ -74,10 +78,28 @@ def put(
     answer = asked(place, request)
     if answer is None:
         return None
-    dated = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
-    state = ObjectState.of(answer["ETag"], len(content), dated)
+    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")  # which something on the way may leave out
+    state = (
+        state_of(place) if date is None else ObjectState.of(answer["ETag"], len(content), parsedate_to_datetime(date))
+    )
     object_listing.add(place, state)
     return state
+
+
+def is_kept(place: ObjectPlace, content: bytes) -> bool:
+    """Write an object on the condition that there is none; tell whether there is one, which the store has kept.
+
+    False also for a store that knows no such condition. Raises as `object_store.asked` does.
+    """
+    from botocore.exceptions import ClientError
+
+    try:
+        return put(place, content, only_new=True) is None
+    except StoreError as error:
+        refusal = error.__cause__
+        if isinstance(refusal, ClientError) and refusal.response.get("Error", {}).get("Code") in _UNKNOWN:
+            return False
+        raise
 
 
 def remove(place: ObjectPlace) -> None:
@@ -374,23 +396,47 @@ _WITH_CRC: dict[str, bool] = {}  # whether a bucket's store knows the checksum o
 def _knows_crc(place: ObjectPlace) -> bool:
     """Tell whether a store takes the CRC-32 of a whole object, by a small one beside the target, which is removed."""
     if place.bucket not in _WITH_CRC:
-        trial = place._replace(key=f"{place.key}.{os.urandom(_TOKEN_BYTES).hex()}.trial")
+        trial = place._replace(key=f"{place.key}.{os.urandom(_TOKEN_BYTES).hex()}{_TRIAL}")
         try:
-            upload = Upload._begun(trial, {}, has_crc=True)
-            try:
-                with tempfile.TemporaryFile() as file:
-                    file.write(b"trial")
-                    file.flush()
-                    upload.complete([upload.send(1, FilePart(file.fileno(), 0, 5))], only_new=False)
-                _WITH_CRC[place.bucket] = True
-            except StoreError:
-                upload.abort()
-                raise
-            finally:
-                remove(trial)
-        except StoreError:
-            _WITH_CRC[place.bucket] = False
+            _WITH_CRC[place.bucket] = _takes_crc(trial)
+        finally:
+            remove(trial)
     return _WITH_CRC[place.bucket]
+
+
+def _takes_crc(trial: ObjectPlace) -> bool:
+    try:
+        upload = Upload._begun(trial, {}, has_crc=True)
+        try:
+            with tempfile.TemporaryFile() as file:
+                file.write(b"trial")
+                file.flush()
+                upload.complete([upload.send(1, FilePart(file.fileno(), 0, 5))], only_new=False)
+        except (StoreError, TargetError):
+            upload.abort()
+            raise
+    except (StoreError, TargetError) as error:
+        if isinstance(error, StoreUnreachableError):
+            raise
+        return False
+    return True
+
+
+def remove_trials(place: ObjectPlace, unfinished: Sequence[UnfinishedUpload]) -> None:
+    """Remove what processes that were killed have left of trials beside an object. Raises as `object_store.asked` does.
+
+    Args:
+        unfinished: the uploads whose keys begin with the key of `place`.
+    """
+    is_trial = re.compile(rf"{re.escape(place.key)}\.[0-9a-f]{{{2 * _TOKEN_BYTES}}}{re.escape(_TRIAL)}").fullmatch
+    for upload in unfinished:
+        if is_trial(upload.key):
+            abort(place._replace(key=upload.key), upload.upload_id)
+    above, slash, _ = place.key.rpartition("/")
+    with contextlib.suppress(FileNotFoundError):
+        for name in list(object_listing.children(place._replace(key=above))):
+            if is_trial(f"{above}{slash}{name}"):
+                remove(place._replace(key=f"{above}{slash}{name}"))
 
 
 def _md5(content: bytes) -> str:

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from reshard_mpi.errors import StoreError, TargetError
+from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem import object_listing, object_uploads
 from reshard_mpi.filesystem.folders import Say
 from reshard_mpi.filesystem.object_folders import ObjectFolder
 from reshard_mpi.filesystem.object_parts import PlannedPart
 from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, state_of
 from reshard_mpi.filesystem.object_uploads import SentPart, Upload
-from reshard_mpi.filesystem.source_files import is_folder, is_taken
+from reshard_mpi.filesystem.source_files import first_bytes, is_folder, is_taken
 from reshard_mpi.journal.file_ownership import (
     leftover_index,
     leftovers,
@@ -33,7 +33,7 @@ from reshard_mpi.journal.file_ownership import (
 )
 from reshard_mpi.journal.object_publication import ObjectPublication
 from reshard_mpi.journal.provenance import Sources, TargetInputs
-from reshard_mpi.journal.record_files import STATE, read_json, record_path, recorded_ranks, run_path
+from reshard_mpi.journal.record_files import STATE, read_json, record_path, recorded_ranks, run_path, upload_path
 from reshard_mpi.journal.run_records import RunIdentity, keep_strategy, strategy_of_run
 from reshard_mpi.journal.target_folders import uncommit
 from reshard_mpi.journal.target_journal import Journal
@@ -42,7 +42,6 @@ from reshard_mpi.journal.target_records import TargetRecord, TensorSum
 # The names of what an object says of itself: which run has made it.
 _RUN = "reshard-run"
 _MOST_KEY_BYTES = 1024  # Amazon S3, "Naming Amazon S3 objects"
-_TOKEN_BYTES = 6
 
 
 class ObjectJournal(Journal):
@@ -119,15 +118,15 @@ class ObjectJournal(Journal):
         object_listing.forget_below(self._place)
         earlier = self._recorded_state(place)
         if not self._is_begun() and (earlier is None or self._overwrite):
-            self._require_conditions()
+            content = self.identity.as_text().encode()
+            if not self._is_single_writer:
+                self._require_conditions(place, content, earlier)
             if self._overwrite:
                 uncommit(folder, (*leftover_index(self.folder, self.identity), *self._index_files))
                 self._remove_leftovers()
-            content = self.identity.as_text().encode()
-            is_first = object_uploads.put(place, content, only_new=earlier is None, instead_of=earlier) is not None
-            if is_first and self._strategy is not None:
-                keep_strategy(state, self.identity.digest, self._strategy())
-        elif self._strategy is not None and strategy_of_run(self.folder, self.identity.digest) is None:
+            if earlier is not None or self._is_single_writer:
+                object_uploads.put(place, content, instead_of=None if self._is_single_writer else earlier)
+        if self._strategy is not None and strategy_of_run(self.folder, self.identity.digest) is None:
             keep_strategy(state, self.identity.digest, self._strategy())
         self.check()
 
@@ -148,20 +147,23 @@ class ObjectJournal(Journal):
             object_uploads.remove(ObjectPlace.of(self.folder / file))
             records.remove(record_path(self._state, rank).name)
 
-    def _require_conditions(self) -> None:
-        """Raise TargetError for a store that writes over an object that must not be there: found out by a small one."""
-        if self._is_single_writer:
-            return
-        trial = ObjectPlace.of(self._state / f"trial.{os.urandom(_TOKEN_BYTES).hex()}")
-        try:
-            object_uploads.put(trial, b"1")
-            keeps = object_uploads.put(trial, b"2", only_new=True) is None
-        except StoreError as error:
-            if error.exit_code != StoreError.exit_code:
-                raise
-            keeps = False
-        finally:
-            object_uploads.remove(trial)
+    def _require_conditions(self, place: ObjectPlace, content: bytes, earlier: ObjectState | None) -> None:
+        """Write the record of the run, if there is none of an earlier one, and try to write over what is there then.
+
+        What a store that lets that pass has written is the same, so nothing is lost and nothing stays behind.
+
+        Args:
+            place: of the record. content: of this run's. earlier: the one that lies there.
+
+        Raises TargetError for a store that writes over an object that must not be there.
+        """
+        if earlier is not None:
+            content = first_bytes(run_path(self._state), earlier.size_bytes)
+            keeps = object_uploads.is_kept(place, content)
+        else:  # if another process was quicker, the store has told so
+            keeps = object_uploads.is_kept(place, content) or object_uploads.is_kept(place, content)
+        if earlier is None and not keeps:
+            object_uploads.remove(place)
         if not keeps:
             raise TargetError(
                 "the store does not keep conditions, by which processes know of each other",
@@ -215,10 +217,12 @@ class ObjectJournal(Journal):
         Returns the upload, and the parts of it that are there. They are those that would be sent: of the same sources,
         in the same structure, cut at the same places.
         """
-        lying = [upload.upload_id for upload in object_uploads.unfinished(place) if upload.key == place.key]
+        unfinished = object_uploads.unfinished(place)
+        lying = [upload.upload_id for upload in unfinished if upload.key == place.key]
+        object_uploads.remove_trials(place, unfinished)
         made_of = repr((self.identity.digest, sources.files, sources.versions, planned, structure))
         digest = hashlib.sha256(made_of.encode(errors="surrogatepass")).hexdigest()
-        facts = read_json(self._upload_path(target_rank)) or {}
+        facts = read_json(upload_path(self._state, target_rank)) or {}
         upload = None
         if self._resume and facts.get("digest") == digest and facts.get("id") in lying:
             upload = Upload(place, str(facts["id"]), str(facts.get("token")), has_crc=facts.get("crc") is True)
@@ -229,12 +233,8 @@ class ObjectJournal(Journal):
             return upload, there
         upload = upload or Upload.begin(place, {_RUN: self.identity.digest})
         facts = {"id": upload.upload_id, "token": upload.token, "crc": upload.has_crc, "digest": digest}
-        object_uploads.put(ObjectPlace.of(self._upload_path(target_rank)), json.dumps(facts).encode())
+        object_uploads.put(ObjectPlace.of(upload_path(self._state, target_rank)), json.dumps(facts).encode())
         return upload, ()
-
-    def _upload_path(self, target_rank: int) -> Path:
-        """Return the path of the record of the upload of a target that is under way."""
-        return self._state / f"rank_{target_rank}.upload"
 
     def _confirm_object(
         self,
@@ -252,7 +252,7 @@ class ObjectJournal(Journal):
         record = TargetRecord(*head, evidence, tuple(sums), None, besides, state.modified_ns, sample, state.inode)
         folder = ObjectFolder(self._state)
         record.publish(folder)
-        folder.remove(self._upload_path(target_rank).name)
+        folder.remove(upload_path(self._state, target_rank).name)
 
     def _require_known(self, target_rank: int, path: Path) -> None:
         said = object_uploads.metadata_of(ObjectPlace.of(path))

@@ -21,6 +21,7 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import FileIdentity, Folder, close, closing, replaced, try_lock
 from reshard_mpi.filesystem.object_folders import ObjectFolder
 from reshard_mpi.filesystem.source_files import SourceFile
+from reshard_mpi.journal.record_files import UPLOAD_ENDING
 
 if TYPE_CHECKING:
     from reshard_mpi.journal.target_records import TensorSum
@@ -200,9 +201,10 @@ def stale_bytes(folder: Folder, name: str, host: str = "") -> int:
 
 
 def remove_stale_records(state: Folder) -> None:
-    """Remove the partial records of writers that have died; nobody may be writing targets."""
+    """Remove the partial records, and those of uploads, of writers that have died; nobody may be writing targets."""
     for name in state.names():
-        if name.startswith(".rank_") and ".json." in name and name.endswith(_PARTIAL):
+        is_partial = name.startswith(".rank_") and ".json." in name and name.endswith(_PARTIAL)
+        if is_partial or (name.startswith("rank_") and name.endswith(UPLOAD_ENDING)):
             state.remove(name)
 
 

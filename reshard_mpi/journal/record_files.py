@@ -21,6 +21,7 @@ from reshard_mpi.text import format_bytes
 STATE = ".reshard_mpi"
 COMMIT_RECORD = "reshard.json"
 _RECORD = re.compile(r"rank_(0|[1-9][0-9]{0,7})\.json")
+UPLOAD_ENDING = ".upload"
 
 
 def run_path(state: Path) -> Path:
@@ -29,6 +30,11 @@ def run_path(state: Path) -> Path:
 
 def record_path(state: Path, target_rank: int) -> Path:
     return state / f"rank_{target_rank}.json"
+
+
+def upload_path(state: Path, target_rank: int) -> Path:
+    """Return the path of the record of the upload of a target that is under way."""
+    return state / f"rank_{target_rank}{UPLOAD_ENDING}"
 
 
 def lock_name(target_rank: int) -> str:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from support.fault_proxy import Answer, FaultProxy, Operation
-from support.object_servers import Bucket, put
+from typing import Any
+
+import pytest
+from support.object_servers import Bucket
 
 from reshard_mpi.filesystem import object_store, object_uploads
 from reshard_mpi.filesystem.object_store import ObjectPlace
 
 
-def test_an_answer_without_a_date(moto: Bucket, proxy: FaultProxy) -> None:
+def test_an_answer_without_a_date(moto: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = object_store.client()
+    put_object = client.put_object
+
+    def undated(**given: Any) -> Any:
+        answer = put_object(**given)
+        answer["ResponseMetadata"]["HTTPHeaders"].pop("date")
+        return answer
+
+    monkeypatch.setattr(client, "put_object", undated)
     place = ObjectPlace(moto.name, "small")
-    put(moto / "small", b"1")
-    proxy.spoil(Answer(200, "", (("ETag", '"some"'),)), when=Operation.PUT)
     assert object_uploads.put(place, b"1") == object_store.state_of(place)

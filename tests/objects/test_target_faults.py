@@ -1,0 +1,100 @@
+"""Requests of a run to the store of its targets that fail: all is well only with the right objects.
+
+Else one message says what is wrong, nothing half-done has the name of a target, and the same command, resumed, ends
+with all that an undisturbed run makes, and no upload left.
+"""
+
+from __future__ import annotations
+
+import pytest
+from botocore.retries.standard import ExponentialBackoff
+from support.conversions import Conversion
+from support.fault_proxy import ACCESS_DENIED, NO_CONDITIONS, NOT_IMPLEMENTED, Break, FaultProxy, Operation
+from support.object_servers import Bucket, forget, names, objects, put, uploads
+from support.processes import Finished
+
+from reshard_mpi.filesystem import object_store, object_uploads
+
+_STATE = [f".reshard_mpi/{name}.json" for name in ("committed", "rank_0", "rank_1", "run", "strategy")]
+_TARGETS = ["rank_0/checkpoint_0.ckpt", "rank_1/checkpoint_1.ckpt"]
+WHOLE = [*_STATE, *_TARGETS, "reshard.json"]
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are made again at once, a few times, and each test finds out anew what the store can do."""
+    monkeypatch.setattr(ExponentialBackoff, "delay_amount", lambda *_: 0.0)
+    monkeypatch.setattr(object_store, "_ATTEMPTS", 3)
+    monkeypatch.setattr(object_store, "_LONGEST_NAP_SECONDS", 0.0)
+    monkeypatch.setattr(object_uploads, "_WITH_CRC", {})
+
+
+def sent(c: Conversion, address: str, *options: str) -> Finished:
+    """Run a conversion whose targets go to an address."""
+    forget()
+    object_uploads._WITH_CRC.clear()
+    return c.but(dst=address).run("transform", *options)  # type: ignore[arg-type]
+
+
+def assert_whole(bucket: Bucket, c: Conversion) -> None:
+    """Check that exactly the objects of an undisturbed run are there."""
+    assert names(bucket / "out") == WHOLE
+    assert not uploads(bucket)
+    if not c.dst.exists():
+        c.done("transform")
+    found = objects(bucket / "out")
+    for name in _TARGETS:
+        assert found[name] == (c.dst / name).read_bytes()
+
+
+@pytest.mark.parametrize("fault", [Break.LOST_ANSWER, NOT_IMPLEMENTED, ACCESS_DENIED])
+def test_nothing_stays_of_what_tells_whether_a_store_keeps_conditions(
+    moto: Bucket, proxy: FaultProxy, c: Conversion, fault: object
+) -> None:
+    proxy.spoil(fault, when=Operation.DELETE, count=None)  # type: ignore[arg-type]
+    sent(c, moto / "out")
+    assert not [name for name in names(moto / "out") if ".reshard_mpi/trial" in name]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_store_that_keeps_no_conditions_is_refused(
+    moto: Bucket, proxy: FaultProxy, c: Conversion, overwrite: bool
+) -> None:
+    if overwrite:
+        assert sent(c, moto / "out", "--to", "hdf5").code == 0
+    before = objects(moto / "out")
+    proxy.spoil(NO_CONDITIONS, count=None)
+    given = ["--overwrite"] if overwrite else []
+    finished = sent(c, moto / "out", *given)
+    assert finished.code == 3 and "--single-writer" in finished.err, finished
+    assert objects(moto / "out") == before
+    assert sent(c, moto / "out", "--single-writer", *given).code == 0
+    assert_whole(moto, c)
+
+
+def test_the_record_of_a_run_whose_answer_was_lost(moto: Bucket, proxy: FaultProxy, c: Conversion) -> None:
+    is_record = lambda request: request.operation is Operation.PUT and request.key.endswith("run.json")  # noqa: E731
+    proxy.spoil(Break.LOST_ANSWER, when=is_record)
+    assert sent(c, moto / "out").code == 0
+    assert_whole(moto, c)
+
+
+def test_what_a_killed_process_left_of_a_trial_is_removed(moto: Bucket, c: Conversion) -> None:
+    trial = f"out/{_TARGETS[0]}.0123456789abcdef01234567.trial"
+    put(moto / trial, b"trial")
+    moto.server.client.create_multipart_upload(Bucket=moto.name, Key=trial)
+    other = f"{moto.name}/out/{_TARGETS[0]}.trial"
+    put(f"s3://{other}", b"of somebody else")
+    assert sent(c, moto / "out").code == 0
+    assert objects(f"s3://{other}")[""] == b"of somebody else"
+    assert names(moto / "out") == sorted([*WHOLE, f"{_TARGETS[0]}.trial"])
+    assert not uploads(moto)
+
+
+def test_a_trial_that_cannot_be_removed_is_told(moto: Bucket, proxy: FaultProxy, c: Conversion) -> None:
+    proxy.spoil(ACCESS_DENIED, when=lambda request: request.operation is Operation.DELETE, count=None)
+    finished = sent(c, moto / "out")
+    assert finished.code in (3, 4) and "AccessDenied" in finished.err, finished
+    proxy.heal()
+    assert sent(c, moto / "out", "--resume").code == 0
+    assert_whole(moto, c)
