@@ -6,7 +6,8 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from zlib import crc32
 
 import pytest
@@ -15,39 +16,69 @@ from hypothesis import strategies as st
 from support.examples import many
 
 from reshard_mpi.errors import StoreUnreachableError, TransformError
-from reshard_mpi.filesystem.object_store import ObjectPlace
+from reshard_mpi.filesystem.object_parts import CopiedRun, PlannedPart, plan_parts
+from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState
 from reshard_mpi.filesystem.object_uploads import FilePart, SentPart
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.journal import object_publication
-from reshard_mpi.journal.object_publication import part_bytes_of
+from reshard_mpi.journal.object_publication import StagedParts
 from reshard_mpi.journal.target_records import sample_of
 
 PAGE = 4096
 
 
 class Sent:
-    """Stands for an upload: takes parts. fails: the number of the part that is refused."""
+    """Stands for an upload: takes parts, and copies them. fails: the number of the part that is refused."""
 
     place = ObjectPlace("bucket", "target")
 
-    def __init__(self, fails: int | None = None) -> None:
+    def __init__(self, source: bytes = b"", fails: int | None = None) -> None:
         self.parts: dict[int, bytes] = {}
+        self.copied: set[int] = set()
         self.under_way = self.most_under_way = 0
         self._lock = threading.Lock()
+        self._source = source
         self._fails = fails
 
     def send(self, number: int, content: FilePart) -> SentPart:
         with self._lock:
             self.under_way += 1
             self.most_under_way = max(self.most_under_way, self.under_way)
-        data = content.read()
+        part = self._taken(number, content.read())
         with self._lock:
-            assert number not in self.parts, "a part was sent twice"
-            self.parts[number] = data
             self.under_way -= 1
         if number == self._fails:
             raise StoreUnreachableError("the store does not answer")
+        return part
+
+    def copy(self, number: int, source: ObjectPlace, state: ObjectState, offset: int, length_bytes: int) -> SentPart:
+        self.copied.add(number)
+        return self._taken(number, self._source[offset : offset + length_bytes])
+
+    def _taken(self, number: int, data: bytes) -> SentPart:
+        with self._lock:
+            assert number not in self.parts, "a part was made twice"
+            self.parts[number] = data
         return SentPart(number, f"tag {number}", len(data), crc32(data))
+
+
+def staged_parts(
+    descriptor: int,
+    upload: Sent,
+    payloads: list[tuple[int, int]],
+    part_pages: int,
+    runs: Sequence[CopiedRun] = (),
+    there: Callable[[Sequence[PlannedPart]], Sequence[SentPart]] = lambda _: (),
+) -> StagedParts:
+    """Return the parts of a file, each of so many pages. there: by the plan, those that the store has already."""
+    planned = partial(plan_parts, least=PAGE, sent=part_pages * PAGE, copied=part_pages * PAGE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(object_publication, "plan_parts", planned)
+        patch.setattr(object_publication, "wants_uniform_parts", lambda: False)
+        patch.setattr(object_publication, "_state_of", lambda _: ObjectState("tag", 1 << 40, 0))
+        parts = StagedParts(descriptor, lambda plan, _: (upload, there(plan)), payloads, runs)  # type: ignore[return-value]
+        parts._copying.shutdown(wait=True)
+        return parts
 
 
 @contextlib.contextmanager
@@ -73,70 +104,73 @@ def spans(draw: st.DrawFn, size_bytes: int) -> list[tuple[int, int]]:
 
 @many(100)
 @given(data=st.data(), size_bytes=st.integers(1, 40 * PAGE), part_pages=st.integers(1, 9))
-def test_parts_are_sent_once_and_whole(data: st.DataObject, size_bytes: int, part_pages: int) -> None:
+def test_parts_are_made_once_and_whole(data: st.DataObject, size_bytes: int, part_pages: int) -> None:
+    """Whatever of the payloads is copied, and whatever parts are there already."""
     payloads = data.draw(spans(size_bytes))
-    content = os.urandom(size_bytes)
-    pieces = []
+    content, source = os.urandom(size_bytes), bytearray(os.urandom(3 * size_bytes))
+    pieces, runs = [], []
     for start, end in payloads:
         cuts = sorted({start, end, *data.draw(st.lists(st.integers(start, end), max_size=4))})
-        pieces += list(itertools.pairwise(cuts))
-    upload = Sent()
-    with pytest.MonkeyPatch.context() as patch, staged(content, payloads) as descriptor:
-        patch.setattr(object_publication, "part_bytes_of", lambda _: part_pages * PAGE)
-        patch.setattr(
-            object_publication, "sampled_pages", lambda size: [0, (size - 1) // PAGE // 2, (size - 1) // PAGE]
-        )
-        parts = object_publication._Parts(descriptor, upload, payloads)  # type: ignore[arg-type]
+        for first, last in itertools.pairwise(cuts):
+            pieces.append((first, last))
+            if data.draw(st.booleans()):
+                offset = data.draw(st.sampled_from([first, 0, size_bytes])) + len(runs) % 3
+                if source[offset : offset + last - first] != content[first:last]:
+                    source += content[first:last]
+                    offset = len(source) - (last - first)
+                runs.append(CopiedRun(first, last - first, "s3:/bucket/source", offset))
+    upload = Sent(bytes(source))
+    earlier = data.draw(st.sets(st.integers(1, 20), max_size=3))
+
+    def there(plan: Sequence[PlannedPart]) -> list[SentPart]:
+        numbers = [number for number in earlier if number <= len(plan)]
+        planned = [(number, plan[number - 1]) for number in numbers]
+        return [upload._taken(number, content[p.start : p.start + p.length_bytes]) for number, p in planned]
+
+    with staged(content, payloads) as descriptor:
+        expected = sample_of_bytes(content)
+        parts = staged_parts(descriptor, upload, payloads, part_pages, runs, there)
         with contextlib.closing(parts):
             for number, (start, end) in enumerate(data.draw(st.permutations(pieces))):
-                os.pwrite(descriptor, content[start:end], start)
-                if number == 0 and data.draw(st.booleans()):
+                for offset, length in parts.missing_in(start, end - start):
+                    os.pwrite(descriptor, content[offset : offset + length], offset)
+                if number == 0 and any(parts._missing) and data.draw(st.booleans()):
                     with pytest.raises(TransformError, match="not filled"):
                         parts.finish()
                 parts.final(start, end - start)
             sent = parts.finish()
         kept = os.pread(descriptor, size_bytes, 0)
+        assert sample_of(SourceFile("target", descriptor)) == expected
     assert b"".join(upload.parts[part.number] for part in sent) == content
     assert [part.number for part in sent] == list(range(1, len(sent) + 1)) == sorted(upload.parts)
     assert upload.most_under_way <= object_publication._UNDER_WAY
     inside = {byte for start, end in payloads for byte in range(start, end)}
-    for page in range(-(-size_bytes // PAGE)):
-        span = range(page * PAGE, min((page + 1) * PAGE, size_bytes))
-        if page in (0, (size_bytes - 1) // PAGE // 2, (size_bytes - 1) // PAGE) or not inside.issuperset(span):
-            assert kept[span.start : span.stop] == content[span.start : span.stop]
+    assert all(kept[byte] == content[byte] for byte in range(size_bytes) if byte not in inside)
 
 
-def test_what_is_kept_has_the_sample_of_the_whole() -> None:
-    content = os.urandom(64 * PAGE + 17)
-    payloads = [(100, 30 * PAGE), (30 * PAGE + 8, 64 * PAGE + 1)]
-    with pytest.MonkeyPatch.context() as patch, staged(content, payloads) as descriptor:
-        whole = os.memfd_create("whole")
-        os.pwrite(whole, content, 0)
-        expected = sample_of(SourceFile("whole", whole))
-        os.close(whole)
-        patch.setattr(object_publication, "part_bytes_of", lambda _: 4 * PAGE)
-        with contextlib.closing(object_publication._Parts(descriptor, Sent(), payloads)) as parts:  # type: ignore[arg-type]
+def sample_of_bytes(content: bytes) -> str:
+    with staged(content, []) as descriptor:
+        return sample_of(SourceFile("whole", descriptor))
+
+
+def test_what_is_sent_takes_no_memory_any_more() -> None:
+    content = os.urandom(256 * PAGE + 17)
+    payloads = [(100, 130 * PAGE), (130 * PAGE + 8, 256 * PAGE + 1)]
+    with staged(content, payloads) as descriptor:
+        with contextlib.closing(staged_parts(descriptor, Sent(), payloads, 4)) as parts:
             for start, end in payloads:
                 os.pwrite(descriptor, content[start:end], start)
                 parts.final(start, end - start)
             parts.finish()
-        assert sample_of(SourceFile("target", descriptor)) == expected
-        assert os.fstat(descriptor).st_blocks * 512 < len(content)
+        assert os.fstat(descriptor).st_blocks * 512 < len(content) // 4
+        assert sample_of(SourceFile("target", descriptor)) == sample_of_bytes(content)
 
 
 def test_what_sending_a_part_raises_comes_out() -> None:
     content = bytes(range(256)) * 16 * 12
-    with pytest.MonkeyPatch.context() as patch, staged(content, [(0, len(content))]) as descriptor:
-        patch.setattr(object_publication, "part_bytes_of", lambda _: PAGE)
-        parts = object_publication._Parts(descriptor, Sent(fails=2), [(0, len(content))])  # type: ignore[arg-type]
+    with staged(content, [(0, len(content))]) as descriptor:
+        parts = staged_parts(descriptor, Sent(fails=2), [(0, len(content))], 1)
         with contextlib.closing(parts), pytest.raises(StoreUnreachableError):
             for start in range(0, len(content), PAGE):
                 parts.final(start, PAGE)
             parts.finish()
-
-
-@pytest.mark.parametrize("size_bytes", [0, 1, 8 << 20, (80_000 << 20) - 1, 80_000 << 20, 5 << 40])
-def test_no_target_has_more_parts_than_a_store_takes(size_bytes: int) -> None:
-    length = part_bytes_of(size_bytes)
-    assert length % PAGE == 0 and length >= 5 << 20
-    assert -(-size_bytes // length) <= 10_000
