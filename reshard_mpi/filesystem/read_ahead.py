@@ -89,7 +89,7 @@ class ReadAhead:
         return key if offset < key[1] + len(self._blocks[key].buffer) else None
 
     def _is_coming(self, path: str, offset: int) -> bool:
-        """Fetch on until a block with this byte is among what is fetched; False if none comes before room is full."""
+        """Fetch on until a block has this byte; return False if none comes before all room is full."""
         number = looked_bytes = 0
         while looked_bytes <= self._room_bytes and self._looks_at(number):
             next_path, start, length = self._next[number]

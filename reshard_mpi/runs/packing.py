@@ -1,4 +1,4 @@
-"""Choose what makes targets of a source besides cutting it: maps (`apply_map`), and what packs tensors (`packing_of`).
+"""Choose how targets are made of a source besides cutting: maps (`apply_map`), and packing (`packing_of`).
 
 All modules that read and apply maps are loaded only where there is a map, or something packs.
 """
