@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from bisect import bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
@@ -18,7 +19,7 @@ _GAP_BYTES = 64 * KIB
 # are read in turn have a block then.
 _FORESEEN_BYTES, _MOST_WAITING = 16 * MIB, 1024
 # Memory for what is read ahead.
-AHEAD_BYTES = 24 * MIB
+AHEAD_BYTES = 32 * MIB
 
 
 class _FetchedBlock(NamedTuple):
@@ -130,7 +131,7 @@ class ReadAhead:
         file = self._files.get(path)
         if file is None:
             file = self._files[path] = open_object(path)
-        buffer = memoryview(bytearray(length))
+        buffer = memoryview(mmap.mmap(-1, length))  # which goes back to the kernel when it is dropped
         block = _FetchedBlock(self._count, buffer, self._pool.submit(file.fetch, start, buffer))
         self._blocks[path, start] = block
         insort(self._starts.setdefault(path, []), start)

@@ -148,7 +148,7 @@ class ObjectJournal(Journal):
             records.remove(record_path(self._state, rank).name)
 
     def _require_conditions(self, place: ObjectPlace, content: bytes, earlier: ObjectState | None) -> None:
-        """Write the record of the run, if there is none of an earlier one, and try to write over what is there then.
+        """Write the record of the run, if there is none of an earlier one, and try to write over the record there.
 
         What a store that lets that pass has written is the same, so nothing is lost and nothing stays behind.
 
