@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from reshard_mpi.errors import DisagreementError, StoreError, StoreUnreachableError, UsageError
@@ -183,7 +184,7 @@ def _refused(place: ObjectPlace, response: dict[str, Any]) -> Exception:
     if code in _CHANGED:
         return changed(place)
     got = f"{code}: {error.get('Message', '')}".rstrip(": ")
-    if code in _TEMPORARY or (status or 0) >= 500:
+    if code in _TEMPORARY or ((status or 0) >= 500 and status != HTTPStatus.NOT_IMPLEMENTED):
         return _unreachable(place, got)
     remedy = "check the credentials and their time" if code in _CREDENTIALS else _REMEDIES.get(code, _SETTINGS)
     return StoreError("the object store refused", got=got, where=str(place), remedy=remedy)

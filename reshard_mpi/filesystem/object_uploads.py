@@ -79,9 +79,7 @@ def put(
     if answer is None:
         return None
     date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")  # which something on the way may leave out
-    state = (
-        state_of(place) if date is None else ObjectState.of(answer["ETag"], len(content), parsedate_to_datetime(date))
-    )
+    state = ObjectState.of(answer["ETag"], len(content), parsedate_to_datetime(date)) if date else state_of(place)
     object_listing.add(place, state)
     return state
 
@@ -285,7 +283,11 @@ class Upload:
             ),
             source,
         )
-        result = answer["CopyPartResult"]
+        result = answer.get("CopyPartResult", {})
+        if "ETag" not in result:  # what else was asked for has been done: an empty part was sent
+            raise StoreError(
+                "the object store copies no ranges", expected="the tag of a part", got="none", where=str(self.place)
+            )
         told = result.get("ChecksumCRC32") if self.has_crc else None
         crc = None if told is None else int.from_bytes(base64.b64decode(told), "big")
         return SentPart(number, result["ETag"], length_bytes, crc)

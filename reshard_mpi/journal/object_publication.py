@@ -227,7 +227,8 @@ class StagedParts:
         for number in range(len(self._planned)):
             if number not in self._sent:
                 self._send(number)
-        return [self._sent[number].result() for number in range(len(self._planned))]
+        sent = [self._sent[number].result() for number in range(len(self._planned))]
+        return self._as_long_as_planned(sent)
 
     def _send(self, number: int) -> None:
         """Have a part sent; wait while as many as may be are on their way."""
@@ -242,22 +243,41 @@ class StagedParts:
         self._give_back(part)
         return sent
 
+    def _as_long_as_planned(self, sent: list[SentPart]) -> list[SentPart]:
+        """Return the parts; what the store has copied is sent where its length is wrong.
+
+        Some stores copy all of an object where a range is asked for, and say that all is well.
+        """
+        if not self.copied_bytes:
+            return sent
+        lengths = {part.number: part.length_bytes for part in self.upload.parts()}
+        return [
+            self._fetch(number) if planned.path and lengths.get(number + 1) != planned.length_bytes else sent[number]
+            for number, planned in enumerate(self._planned)
+        ]
+
     def _copy(self, number: int) -> SentPart:
         """Have the store copy a part; fetch and send it where the store cannot."""
         part = self._planned[number]
         source = ObjectPlace.of(part.path)
-        state = _state_of(source)
         try:
-            return self.upload.copy(number + 1, source, state, part.offset, part.length_bytes)
+            return self.upload.copy(number + 1, source, _state_of(source), part.offset, part.length_bytes)
         except StoreUnreachableError:
             raise
         except StoreError:
-            with tempfile.TemporaryFile() as file:
-                for done in range(0, part.length_bytes, SENT_BYTES):
-                    buffer = memoryview(bytearray(min(SENT_BYTES, part.length_bytes - done)))
-                    read_range(source, state, part.offset + done, buffer)
-                    write_all(file.fileno(), buffer, done)
-                return self.upload.send(number + 1, FilePart(file.fileno(), 0, part.length_bytes))
+            return self._fetch(number)
+
+    def _fetch(self, number: int) -> SentPart:
+        """Fetch a part that was to be copied from its source, and send it."""
+        part = self._planned[number]
+        source = ObjectPlace.of(part.path)
+        state = _state_of(source)
+        with tempfile.TemporaryFile() as file:
+            for done in range(0, part.length_bytes, SENT_BYTES):
+                buffer = memoryview(bytearray(min(SENT_BYTES, part.length_bytes - done)))
+                read_range(source, state, part.offset + done, buffer)
+                write_all(file.fileno(), buffer, done)
+            return self.upload.send(number + 1, FilePart(file.fileno(), 0, part.length_bytes))
 
     def _give_back(self, part: PlannedPart) -> None:
         """Give back the memory of the payloads of a part, but for sampled pages."""

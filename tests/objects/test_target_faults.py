@@ -6,11 +6,31 @@ with all that an undisturbed run makes, and no upload left.
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 from botocore.retries.standard import ExponentialBackoff
-from support.conversions import Conversion
-from support.fault_proxy import ACCESS_DENIED, NO_CONDITIONS, NOT_IMPLEMENTED, Break, FaultProxy, Operation
-from support.object_servers import Bucket, forget, names, objects, put, uploads
+from support.cases import Side
+from support.conversions import Conversion, write_conversion
+from support.examples import few
+from support.fault_proxy import (
+    ACCESS_DENIED,
+    ERROR_IN_200,
+    NO_CONDITIONS,
+    NO_COPIED_RANGES,
+    NO_COPIES,
+    NO_SUCH_UPLOAD,
+    NOT_IMPLEMENTED,
+    PASSING,
+    Answer,
+    Break,
+    Fault,
+    FaultProxy,
+    Operation,
+)
+from support.object_servers import Bucket, forget, names, objects, put, upload, uploads
+from support.oracle import RawLayout
 from support.processes import Finished
 
 from reshard_mpi.filesystem import object_store, object_uploads
@@ -98,3 +118,45 @@ def test_a_trial_that_cannot_be_removed_is_told(moto: Bucket, proxy: FaultProxy,
     proxy.heal()
     assert sent(c, moto / "out", "--resume").code == 0
     assert_whole(moto, c)
+
+
+def copied(folder: Path, bucket: Bucket) -> Conversion:
+    """Write a conversion from a store, in which the store can copy the second half of the target by itself."""
+
+    def side(ranks: int) -> Side:
+        return Side(ranks, 1, {"w": RawLayout((ranks,), (0, -1))})
+
+    tensors = {"w": np.random.default_rng(0).random((3 << 10, 1 << 10), np.float32)}
+    c = write_conversion(folder, "safetensors", side(2), side(1), tensors)
+    c.done("transform")
+    upload(c.src, bucket / "src")
+    return c
+
+
+# A store that copies the whole source, nothing, that knows nothing of it, or lets nobody copy.
+@pytest.mark.parametrize("fault", few(2, [NO_COPIED_RANGES, NO_COPIES, NOT_IMPLEMENTED, ACCESS_DENIED]), ids=str)
+def test_a_store_that_cannot_copy_ranges_is_sent_them(
+    moto: Bucket, proxy: FaultProxy, tmp_path: Path, fault: Fault
+) -> None:
+    c = copied(tmp_path, moto)
+    proxy.spoil(fault, when=Operation.COPY_PART, count=None)
+    assert sent(c.but(src=moto / "src"), moto / "out").code == 0
+    assert proxy.counts[Operation.COPY_PART] == 1
+    assert objects(moto / "out")["rank_0/checkpoint_0.safetensors"] == c.written(0).read_bytes()
+    assert not uploads(moto)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [*PASSING.values(), ERROR_IN_200, NO_SUCH_UPLOAD, Answer(412, "PreconditionFailed")])
+@pytest.mark.parametrize("count", [1, None])
+def test_copies_that_fail(moto: Bucket, proxy: FaultProxy, tmp_path: Path, fault: Fault, count: int | None) -> None:
+    c = copied(tmp_path, moto)
+    proxy.spoil(fault, when=Operation.COPY_PART, count=count)
+    finished = sent(c.but(src=moto / "src"), moto / "out")
+    passes = count == 1 and (fault in PASSING.values() or fault is ERROR_IN_200)
+    assert finished.code == (0 if passes else 4) and finished.err.count("error:") == (not passes), finished
+    assert ("rank_0/checkpoint_0.safetensors" in names(moto / "out")) == passes
+    proxy.heal()
+    assert sent(c.but(src=moto / "src"), moto / "out", "--resume").code == 0
+    assert objects(moto / "out")["rank_0/checkpoint_0.safetensors"] == c.written(0).read_bytes()
+    assert not uploads(moto)
