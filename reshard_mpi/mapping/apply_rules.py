@@ -43,8 +43,19 @@ from reshard_mpi.mapping.selection import (
     type_of,
     zeros,
 )
-from reshard_mpi.mapping.state_owners import is_named_as_state, is_named_like_state, is_state, owners, parted_anywhere
-from reshard_mpi.mapping.stranded_state import copies_that_stay, require_none_as_parameter, require_none_stranded
+from reshard_mpi.mapping.state_owners import (
+    is_named_as_state,
+    is_named_like_state,
+    is_state,
+    owners,
+    parted_anywhere,
+)
+from reshard_mpi.mapping.stranded_state import (
+    copies_that_stay,
+    keeps_its_name,
+    require_none_as_parameter,
+    require_none_stranded,
+)
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import named_after
 
@@ -182,6 +193,8 @@ def _require_state_follows(
     owner_of = owners(kept, shapes, rules, taken.direction, {}) if rules else {}
     parameters = frozenset(name for match in taken.matches for name in (*match.sources.values(), *match.equal))
     stay = [name for name in kept if name not in owner_of or owner_of[name] in parameters]
+    match_of = {name: match for match in taken.matches for name in match.sources.values()}
+    stay = [name for name in stay if not keeps_its_name(name, choice.owners.get(name, ""), match_of, shapes)]
     require_none_stranded(stay, taken.matches, inventory)
 
 

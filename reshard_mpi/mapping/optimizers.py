@@ -322,9 +322,9 @@ def _begins(names: Collection[str], source_path: str, tensors: Collection[str]) 
 
 
 def _below(begin: str, names: Collection[str], parameters: Sequence[MadeParameter]) -> Iterator[MadeParameter]:
-    """Yield the parameters made of a model's, without what its names begin with, unless maps take that off."""
+    """Yield the parameters made of a model's, without what its names begin with in the target."""
     of_model = [each for each in parameters if any(name.startswith(begin) for name in each.sources)]
-    new_begin = "" if is_taken_off(begin, ((each.name, each.sources) for each in of_model)) else begin
+    new_begin = begin_in_target(begin, ((each.name, each.sources) for each in of_model))
     for parameter in of_model:
         of_it = frozenset(name.removeprefix(begin) for name in parameter.sources if name.startswith(begin))
         if not of_it.isdisjoint(names):

@@ -20,6 +20,7 @@ from reshard_mpi.mapping.optimizers import (
     Key,
     MadeParameter,
     Optimizer,
+    begin_in_target,
     beginning_of,
     made_in,
     optimizers_of,
@@ -92,7 +93,9 @@ def renamed(
         new = _renamed(optimizer, made, gone, where)
         known.append((new, optimizer))
         put(node, new)
-    models = [beginning_of(each.parameters, each.path, inventory) for _, each in known]
+    going = [_new_begin(*each, inventory, parameters, tensors) for each in known]
+    begins = (beginning_of(each.parameters, each.path, inventory) for _, each in known)
+    models = [None if new_begin else begin for begin, new_begin in zip(begins, going)]
     numbered = [*training.parameters.values()]
     if numbered and all(name.startswith(training.prefix) for name in numbered):
         models.append(training.prefix)
@@ -106,7 +109,40 @@ def renamed(
         _rename_modules(root, names)
         _rename_listed(root, new_names_of(step))
         _remove_emptied(root, "", names, [f"{each.path}{STATE_KEY}." for each, _ in known])
+    there = {path for path, _ in dictionaries_in(root)}
+    for new_begin in going:
+        if new_begin is not None and new_begin not in there:
+            raise MapError(
+                "names in an optimizer go by the dictionary of its model, and a map puts that where none can be",
+                expected="a key that nothing else in the file has",
+                got=new_begin.removesuffix("."),
+                where=where,
+                remedy="give the model another key, or leave the optimizer out (--exclude)",
+            )
     return NewNest(written(root, None if order is None else tensors), unknown, known, [*left_behind])
+
+
+def _new_begin(
+    new: Optimizer,
+    optimizer: Optimizer,
+    inventory: Collection[str],
+    parameters: Sequence[MadeParameter],
+    tensors: Collection[str],
+) -> str | None:
+    """Return what names of an optimizer's model begin with in the target, if its dictionary goes there; None if not.
+
+    It stays where names in the optimizer are by numbers until then, or whole names in the target.
+
+    Args:
+        new: the optimizer in the target. The others as of `renamed`.
+    """
+    begin = beginning_of(optimizer.parameters, optimizer.path, inventory)
+    if not begin or optimizer.form is Form.NUMBERS:
+        return None
+    of_model = [(name, own) for name, own, _ in parameters if any(source.startswith(begin) for source in own)]
+    new_begin = begin_in_target(begin, of_model)
+    goes_along = new_begin not in ("", begin) and {f"{new_begin}{name}" for name in new.parameters} <= {*tensors}
+    return new_begin if goes_along else None
 
 
 def values_of_modules(

@@ -94,6 +94,20 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
                 )
 
 
+def keeps_its_name(name: str, owner: str, match_of: Mapping[str, Match], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Tell whether the name in state is that of its parameter as before, which lies under another key of the file.
+
+    Args:
+        owner: the parameter, or nothing.
+    """
+    match = match_of.get(owner)
+    end = next((end for end in ends_of(owner) if f".{end}." in f".{name}."), None)
+    if match is None or end is None or match.equal or len(match.sources) != 1 or not is_copied(match, shapes):
+        return False
+    begin = owner.removesuffix(end)
+    return all(f".{name}".endswith(f".{end}") and not name.startswith(begin) for name in match.targets.values())
+
+
 def _is_left(match: Match, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Tell whether an equation leaves a tensor its name and arrangement: it is for the type alone, or for nothing."""
     names = [*match.sources.values()]

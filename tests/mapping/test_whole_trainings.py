@@ -110,6 +110,58 @@ def test_what_hugging_face_does_not_get_is_named(tmp_path: Path) -> None:
         reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "strict", to="hf", strict=True)
 
 
+@pytest.mark.parametrize("form", ["names", "flat", "stateless"])
+@pytest.mark.parametrize(
+    ("equation", "key"),
+    [("net.{p*} <=> model.{p*}", "model"), ("{p*} <=> body.{p*}", "body.net"), ("net.{p*} <=> {p*}", "")],
+)
+def test_names_in_an_optimizer_stay_where_their_model_gets_another_key(
+    tmp_path: Path, equation: str, key: str, form: str
+) -> None:
+    """They are the model's own. Its dictionary goes along, or there would be none with these names."""
+    saved = training(state=form != "stateless")
+    saved["net"], optimizer = saved.pop("model"), saved.pop("optimizer")
+    if form == "flat":
+        states = optimizer["state"].items()
+        optimizer = {f"state.{name}.{kind}": value for name, own in states for kind, value in own.items()}
+        optimizer |= {f"param_groups.{name}.lr": 0.1 for name in WEIGHTS}
+    saved["optim"] = optimizer
+    loaded = torch_peer.load(
+        converted(tmp_path, saved, map=equation, forward=True, to="torch") / "rank_0/checkpoint_0.pt"
+    )
+    model = loaded[key] if key else loaded
+    assert {*WEIGHTS} < model.keys()
+    if form == "flat":
+        assert loaded["optim"].keys() == optimizer.keys()
+        return
+    assert loaded["optim"]["param_groups"][0]["params"] == [*WEIGHTS]
+    for name, state in loaded["optim"]["state"].items():
+        assert torch_peer.sample_of("", state["exp_avg"]).content == (WEIGHTS[name] * np.float32(10)).tobytes()
+
+
+@pytest.mark.parametrize("state", [True, False])
+@pytest.mark.parametrize(
+    ("equation", "problem"),
+    [
+        ("net.{p*} <=> epoch.{p*}", "puts that where none can be"),  # a value has this key
+        ("net.{p*} <=> net.deep.{p*}", "would stay as it is"),
+        ("net.lm_head.{p*} <=> head.lm_head.{p*}", "would be kept of|several models"),
+    ],
+)
+def test_names_in_an_optimizer_that_would_be_those_of_no_model_are_refused(
+    tmp_path: Path, equation: str, problem: str, state: bool
+) -> None:
+    saved = training(state=state)
+    saved |= {"net": saved.pop("model"), "epoch": 3}
+    if not state and "deep" in equation:  # they are renamed
+        dst = converted(tmp_path, saved, map=equation, forward=True, to="torch")
+        groups = torch_peer.load(dst / "rank_0/checkpoint_0.pt")["optimizer"]["param_groups"]
+        assert groups[0]["params"] == [f"deep.{name}" for name in WEIGHTS]
+        return
+    with pytest.raises(MapError, match=problem):
+        converted(tmp_path, saved, map=equation, forward=True, to="torch")
+
+
 @pytest.mark.parametrize("model", ["", "model", "net"])
 @pytest.mark.parametrize("form", ["names", "flat", "tensors", "plain"])
 @pytest.mark.parametrize("key", ["optimizer", "optim", "train.opt"])
@@ -135,15 +187,19 @@ def test_what_takes_any_name_takes_nothing_out_of_an_optimizer(tmp_path: Path, k
         torch_peer.save(tmp_path / "x.pt", saved)
     options: dict[str, Any] = {"map": "{p*} <=> body.{p*}", "forward": True}
     source = tmp_path / ("x.safetensors" if form == "plain" else "x.pt")
-    if model and (form == "plain" or (model, key) != ("model", "optimizer")):
+    is_whole = (model, key) == ("model", "optimizer")
+    if model and (form == "plain" or (form == "tensors" and not is_whole)):  # no groups tell whose state it is
         with pytest.raises(MapError, match="would stay as it is"):
             reshard_mpi.transform(source, tmp_path / "dst", **options)
         return
     reshard_mpi.transform(source, tmp_path / "dst", **options)
     found = held(tmp_path / "dst")
+    begin, new = (
+        (begin, "body.") if is_whole or not model else (f"body.{begin}", "")
+    )  # maps see a whole training's names
     for name, array in WEIGHTS.items():
-        assert np.array_equal(found[f"{begin}body.{name}"], array)
-        assert np.array_equal(found[f"{key}.state.body.{name}.exp_avg"], array * 10)
+        assert np.array_equal(found[f"{begin}{new}{name}"], array)
+        assert np.array_equal(found[f"{key}.state.{new}{name}.exp_avg"], array * 10)
     assert not [name for name in found if name.startswith("body.") and key in name]
 
 
