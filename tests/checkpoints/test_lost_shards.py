@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from support.cases import Side
 from support.checkpoints import as_read, expected_rank, read_shard
+from support.command_line import run_in_fork
 from support.conversions import (
     DST_LAYOUTS,
     SRC_LAYOUTS,
@@ -120,7 +121,7 @@ def test_every_division_of_a_run_takes_the_same_and_tells_it_once(tmp_path: Path
     }[way]
     told: list[str] = []
     for options in runs:
-        finished = transform_apart(c, *options)
+        finished = run_in_fork(*c.arguments("transform", *options))
         assert finished.code == 0, finished
         warned = finished.warnings
         assert len(warned) == len(set(warned)) <= 2

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.command_line import run_apart
+from support.command_line import run_apart, run_here
 from support.conversions import make
+from support.examples import few
 from toy_package import toy_format
 
 from reshard_mpi import formats
 from reshard_mpi.errors import UsageError
+from reshard_mpi.formats import registry
 
 TESTS = Path(__file__).parents[1]
 
@@ -23,6 +27,23 @@ def installed(folder: Path, entry_points: str) -> dict[str, str]:
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-package\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text(entry_points)
     return {"PYTHONPATH": f"{folder}{os.pathsep}{TESTS}"}
+
+
+@pytest.fixture
+def installed_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Path]]:
+    """Install a package with some entry points for this process: the returned function does, and tells its folder."""
+
+    def install(entry_points: str) -> Path:
+        site = tmp_path / "site"
+        installed(site, entry_points)
+        monkeypatch.setattr(sys, "path", [str(site), *sys.path])
+        monkeypatch.setattr(sys, "modules", sys.modules.copy())
+        return site
+
+    monkeypatch.setattr(registry, "_left_out", {})
+    registry._registered.cache_clear()
+    yield install
+    registry._registered.cache_clear()
 
 
 @pytest.mark.slow
@@ -56,24 +77,28 @@ INFO = FormatInfo("brk", "no_such_module", (".brk",), read_tensor_bytes=1024)
 
 @pytest.mark.parametrize(
     ("entry_points", "name", "message"),
-    [
-        ("toy = no_such_package:INFO", "toy", "No module named 'no_such_package'"),
-        ("toy = toy_package.toy_format:locate", "toy", "expected a FormatInfo called toy, got a function"),
-        ("other = toy_package.toy_format:INFO", "other", "expected a FormatInfo called other, got one called toy"),
-        ("toy = toy_package.toy_format:INFO\ntoys = toy_package.toy_format:INFO", "toys", "got one called toy"),
-        (
-            "brk = text_of_suffixes:INFO",
-            "brk",
-            "expected a tuple of file name endings that begin with a dot, got '.brk'",
-        ),
-        ("brk = of_another:INFO", "brk", "files of the format brk would be taken for those of ckpt"),
-        ("brk = ends_as_another:INFO", "brk", "got .brk.ckpt, and .ckpt of ckpt"),
-    ],
+    few(
+        1,
+        [
+            ("toy = no_such_package:INFO", "toy", "No module named 'no_such_package'"),
+            ("toy = toy_package.toy_format:locate", "toy", "expected a FormatInfo called toy, got a function"),
+            ("other = toy_package.toy_format:INFO", "other", "expected a FormatInfo called other, got one called toy"),
+            ("toy = toy_package.toy_format:INFO\ntoys = toy_package.toy_format:INFO", "toys", "got one called toy"),
+            (
+                "brk = text_of_suffixes:INFO",
+                "brk",
+                "expected a tuple of file name endings that begin with a dot, got '.brk'",
+            ),
+            ("brk = of_another:INFO", "brk", "files of the format brk would be taken for those of ckpt"),
+            ("brk = ends_as_another:INFO", "brk", "got .brk.ckpt, and .ckpt of ckpt"),
+        ],
+    ),
 )
-def test_an_entry_point_that_leads_to_no_format(tmp_path: Path, entry_points: str, name: str, message: str) -> None:
+def test_an_entry_point_that_leads_to_no_format(
+    tmp_path: Path, installed_here: Callable[[str], Path], entry_points: str, name: str, message: str
+) -> None:
     """It is warned of, and left out; who asks for it is refused."""
-    c, site = make(tmp_path), tmp_path / "site"
-    environment = installed(site, f"[reshard_mpi.formats]\n{entry_points}\n")
+    c, site = make(tmp_path), installed_here(f"[reshard_mpi.formats]\n{entry_points}\n")
     said = NO_MODULE.replace('(".brk",)', "SUFFIXES")
     for module, suffixes in (
         ("text_of_suffixes", "'.brk'"),
@@ -81,16 +106,16 @@ def test_an_entry_point_that_leads_to_no_format(tmp_path: Path, entry_points: st
         ("ends_as_another", "('.brk.ckpt',)"),
     ):
         (site / f"{module}.py").write_text(said.replace("SUFFIXES", suffixes))
-    finished = run_apart("inspect", c.src, env=environment)
+    finished = run_here("inspect", c.src)
     assert finished.code == 0 and finished.err.startswith("warning: ") and message in finished.err
     assert finished.err.count("\n") == 1
     for option in ("--to", "--from"):
-        refused = run_apart("transform", c.src, tmp_path / "out", option, name, env=environment)
+        refused = run_here("transform", c.src, tmp_path / "out", option, name)
         assert refused.code == 2 and "Traceback" not in refused.err and "warning" not in refused.err
         assert "error" in refused.err and all(
             part.removeprefix("expected ") in refused.err for part in message.removeprefix("got ").split(", got ")
         )
-    assert run_apart("transform", "--help", env=environment).code == 0
+    assert run_here("transform", "--help").code == 0
 
 
 @pytest.mark.parametrize(
@@ -100,9 +125,10 @@ def test_an_entry_point_that_leads_to_no_format(tmp_path: Path, entry_points: st
         (NO_MODULE, "No module named"),
     ],
 )
-def test_a_module_that_lacks_functions_is_refused(tmp_path: Path, source: str, message: str) -> None:
-    c, site = make(tmp_path), tmp_path / "site"
-    environment = installed(site, "[reshard_mpi.formats]\nbrk = broken:INFO\n")
+def test_a_module_that_lacks_functions_is_refused(
+    tmp_path: Path, installed_here: Callable[[str], Path], source: str, message: str
+) -> None:
+    c, site = make(tmp_path), installed_here("[reshard_mpi.formats]\nbrk = broken:INFO\n")
     (site / "broken.py").write_text(source)
     (tmp_path / "a.brk").write_bytes(b"brk")
     strategies = ("--src-strategy", c.src_strategy, "--dst-strategy", c.dst_strategy)
@@ -110,10 +136,10 @@ def test_a_module_that_lacks_functions_is_refused(tmp_path: Path, source: str, m
         ("inspect", tmp_path / "a.brk"),
         ("transform", c.src, tmp_path / "out", *strategies, "--to", "brk"),
     ):
-        refused = run_apart(*arguments, env=environment)
+        refused = run_here(*arguments)
         assert refused.code == 2 and "Traceback" not in refused.err
         assert "the format brk of an installed package cannot be loaded" in refused.err and message in refused.err
-    assert run_apart("inspect", c.src, env=environment).err == ""
+    assert run_here("inspect", c.src).err == ""
 
 
 @pytest.mark.parametrize("suffixes", [".toy", (), ("toy",), (".",), (1,), [".toy"], ("./toy",), (".ckpt",), (".a.pt",)])

@@ -91,8 +91,8 @@ def test_tensors_of_several_blocks(
         expected = np.concatenate([whole, -whole]) if joined else whole
         expected = np.pad(expected, ((0, -len(expected) % 64), (0, 0)))
         expected = (expected.T if turned else expected).astype(TYPES.get(converted or "", np.dtype(np.float32)))
-        options: dict[str, Any] = {"map": folder / "map.toml", "dtype": converted or (), "jobs": jobs}
-        reshard_mpi.transform(folder / "source.h5", folder / "there", to=to, **options)
+        options: dict[str, Any] = {"map": folder / "map.toml", "dtype": converted or ()}
+        reshard_mpi.transform(folder / "source.h5", folder / "there", to=to, jobs=jobs, **options)
         made = reshard_mpi.load_rank(0, folder / "there")["x"]
         assert (made.dtype, made.shape, made.tobytes()) == (expected.dtype, expected.shape, expected.tobytes())
         reshard_mpi.diff(folder / "source.h5", folder / "there", **options)
