@@ -22,7 +22,7 @@ _MARKED = {"ci:setup": ".ci/run", "ci:test": ".ci/run", "guide": "tests/cli/test
 
 # The suite has the conformance suites of two pages itself: there each of their properties is looked at a few times.
 _FEW = """from hypothesis import settings
-settings.register_profile("few", max_examples=5)
+settings.register_profile("few", max_examples=2)
 settings.load_profile("few")
 """
 
