@@ -49,9 +49,7 @@ if TYPE_CHECKING:
         unified_safetensors,
         verify,
     )
-    from reshard_mpi.api import (
-        open as open,
-    )
+    from reshard_mpi.api import open as open
     from reshard_mpi.errors import (
         BudgetError,
         CoverageError,

@@ -14,15 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from reshard_mpi import formats
-from reshard_mpi.api.calls import (
-    OnProgress,
-    PathLike,
-    check_files,
-    outcome_of,
-    public,
-    request_of,
-    run,
-)
+from reshard_mpi.api.calls import OnProgress, PathLike, check_files, outcome_of, public, request_of, run
 from reshard_mpi.api.checkpoint import Checkpoint, SourcePart, Tensor, open, opened
 from reshard_mpi.api.mindspore import (
     convert_checkpoint_by_rank,

@@ -13,13 +13,7 @@ from reshard_mpi.api.calls import PathLike, public, request_of
 from reshard_mpi.api.tensor_index import Index, chosen_of, require_fitting
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.engine.regions import RegionReader
-from reshard_mpi.errors import (
-    DisagreementError,
-    ShardError,
-    UnknownTensorError,
-    UsageError,
-    WrongTypeError,
-)
+from reshard_mpi.errors import DisagreementError, ShardError, UnknownTensorError, UsageError, WrongTypeError
 from reshard_mpi.filesystem.source_files import look_again
 from reshard_mpi.formats.dtypes import to_numpy
 from reshard_mpi.formats.manifest import NEST

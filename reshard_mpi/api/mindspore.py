@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard_mpi import formats
-from reshard_mpi.api.calls import (
-    OnProgress,
-    PathLike,
-    check_files,
-    public,
-    request_of,
-    run,
-)
+from reshard_mpi.api.calls import OnProgress, PathLike, check_files, public, request_of, run
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.errors import UsageError, wrong_type
 from reshard_mpi.filesystem.source_files import look_again

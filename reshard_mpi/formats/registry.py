@@ -101,11 +101,8 @@ class FormatInfo(NamedTuple):
         Args:
             prefix: of the run's file names. That of a format that packs begins with the name of that folder.
         """
-        index = (*self.before_index, *self.marks[:1])
-        if not self.packs:
-            return index
-        folder = str(prefix).partition("/")[0]
-        return (*(f"{folder}/{name}" for name in index), *self.pointer_files[:1])
+        index, folder = (*self.before_index, *self.marks[:1]), str(prefix).partition("/")[0]
+        return (*(f"{folder}/{name}" for name in index), *self.pointer_files[:1]) if self.packs else index
 
     def load(self) -> Format:
         """Import and return the module with the functions of the format.

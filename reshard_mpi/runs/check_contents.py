@@ -13,14 +13,7 @@ from typing import NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint
-from reshard_mpi.engine.checksums import (
-    Span,
-    sum_of_whole,
-    sum_shard,
-    sum_sources,
-    sum_tensors,
-    takes_numpy,
-)
+from reshard_mpi.engine.checksums import Span, sum_of_whole, sum_shard, sum_sources, sum_tensors, takes_numpy
 from reshard_mpi.engine.first_difference import where_it_differs
 from reshard_mpi.engine.open_files import OnBytes
 from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, ShardError, as_reshard_error

@@ -9,19 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import many
-from support.quantized import (
-    BFLOAT16,
-    SCALE_TYPES,
-    Sample,
-    awq,
-    fp8,
-    gpt_oss,
-    gptq,
-    int8,
-    mxfp4,
-    nvfp4,
-    packed,
-)
+from support.quantized import BFLOAT16, SCALE_TYPES, Sample, awq, fp8, gpt_oss, gptq, int8, mxfp4, nvfp4, packed
 
 from reshard_mpi.engine.dequantize import dequantized, stored_boxes
 from reshard_mpi.errors import SourceError

@@ -15,11 +15,7 @@ import pytest
 from support.checkpoints import ENDINGS, KINDS, as_read, expected_rank, read_shard, write_shard
 from support.command_line import run_in_fork
 from support.examples import one_at_a_time
-from support.mindformers import (
-    SIDES,
-    weights,
-    write_merged,
-)
+from support.mindformers import SIDES, weights, write_merged
 from support.processes import run_command
 
 import reshard_mpi

@@ -12,14 +12,7 @@ import numpy as np
 import pytest
 from support.checkpoints import TARGETS, write_shard
 from support.command_line import COMMAND
-from support.conversions import (
-    Conversion,
-    four_targets,
-    listing,
-    make,
-    transform_apart,
-    transform_by_function,
-)
+from support.conversions import Conversion, four_targets, listing, make, transform_apart, transform_by_function
 from support.examples import few
 from support.launch import MPI, by_one_mpi
 from support.processes import run_command

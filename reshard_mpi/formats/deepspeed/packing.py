@@ -39,12 +39,7 @@ from reshard_mpi.formats.deepspeed.layout import (
 from reshard_mpi.formats.deepspeed.model_parts import ModelParts, parts_of, second_names
 from reshard_mpi.formats.deepspeed.parameters import TIED
 from reshard_mpi.formats.deepspeed.settings import has_round_robin, is_aligned, sub_group_size
-from reshard_mpi.formats.deepspeed.torch_forms import (
-    EngineNest,
-    is_nest_tensor,
-    loss_scaler,
-    nest_of,
-)
+from reshard_mpi.formats.deepspeed.torch_forms import EngineNest, is_nest_tensor, loss_scaler, nest_of
 from reshard_mpi.formats.deepspeed.weight_copies import compared_parts, weights_made_of
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.nest import flatten_tree

@@ -22,14 +22,7 @@ from typing import NamedTuple
 from reshard_mpi.errors import ShardError, TargetError
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import structure
-from reshard_mpi.formats.manifest import (
-    Manifest,
-    NotChecksummableError,
-    ShardSpec,
-    Specs,
-    counted_bytes,
-    is_in_crc,
-)
+from reshard_mpi.formats.manifest import Manifest, NotChecksummableError, ShardSpec, Specs, counted_bytes, is_in_crc
 from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
 from reshard_mpi.formats.safetensors.file_header import (
     CRC,
