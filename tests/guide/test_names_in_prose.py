@@ -47,6 +47,7 @@ def missing_names(path: Path, known: set[str]) -> list[str]:
     return [f"{path.relative_to(PACKAGE)}: {name}" for name in dotted + alone]
 
 
+@pytest.mark.slow
 def test_names_are_there() -> None:
     known = names_in_code()
     assert [name for path in PAGES for name in missing_names(path, known)] == []

@@ -54,6 +54,7 @@ def test_first_paragraphs_of_docstrings_are_plain() -> None:
     assert riddles == []
 
 
+@pytest.mark.slow
 def test_comments_are_plain() -> None:
     riddles = [
         f"{path.relative_to(PACKAGE)}:{line}: {phrase}"
