@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from support.full_checkpoints import map_of
 from support.object_servers import Bucket, objects, upload, uploads
 from support.oracle import RawLayout
 
-from reshard_mpi.filesystem.object_uploads import LEAST_PART_BYTES
+from reshard_mpi.filesystem.object_parts import LEAST_PART_BYTES, plan_parts
 from reshard_mpi.journal import object_publication
 
 # What a run is to be given for targets of each format, by a name for that.
@@ -134,7 +135,7 @@ def mixed(folder: Path, to: str) -> Conversion:
 @pytest.fixture
 def least_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts are as short as a store takes them."""
-    monkeypatch.setattr(object_publication, "_PART_BYTES", LEAST_PART_BYTES)
+    monkeypatch.setattr(object_publication, "plan_parts", partial(plan_parts, sent=LEAST_PART_BYTES))
 
 
 MIXED = [
