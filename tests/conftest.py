@@ -177,6 +177,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marks = {mark.name for mark in item.iter_markers()}
         if _is_slow(item, marks):
             item.add_marker(pytest.mark.slow)
+        if not {"seaweedfs", "seaweedfs_server"}.isdisjoint(_stores_of(item)):
+            item.add_marker(pytest.mark.seaweedfs)
         for peer in marks.intersection(lacking):
             item.add_marker(pytest.mark.skip(reason=f"{peer} is not installed"))
         if no_browser and "browser" in marks:
@@ -188,6 +190,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         group = _one_at_a_time(item)
         if group is not None:
             item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _stores_of(item: pytest.Item) -> set[str]:
+    """Return the names of fixtures that a test asks for, by its arguments or by its parameters."""
+    callspec = getattr(item, "callspec", None)
+    values = () if callspec is None else callspec.params.values()
+    return {*getattr(item, "fixturenames", ()), *(value for value in values if isinstance(value, str))}
 
 
 def _is_slow(item: pytest.Item, marks: set[str]) -> bool:
