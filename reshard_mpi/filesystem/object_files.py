@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _HEAD_BYTES, _TAIL_BYTES, _GRAIN_BYTES = 256 * KIB, 64 * KIB, 4 * KIB
 # Longer reads are of payload, and are not kept.
 _MOST_KEPT_BYTES = MIB
-_ALL_KEPT_BYTES = 32 * MIB
+_ALL_KEPT_BYTES = 12 * MIB
 # How many requests are under way at once.
 UNDER_WAY = 8
 # How much of a structure is fetched at once that a format says it is going to read.

@@ -169,6 +169,8 @@ def _replaced_bytes(path: Path) -> int:
 INTERPRETER_BYTES = 28 * MIB
 _NUMPY_BYTES = 15 * MIB
 _MPI_BYTES = 18 * MIB
+# The client for object storage, its connections, and parts of the structure of files that are kept.
+_STORE_BYTES = 44 * MIB
 # How many bytes parsing a strategy file takes at most for each of its bytes.
 _PARSING_SHARE = 11
 # For each parameter of the larger of the two strategies, for both.
@@ -328,6 +330,10 @@ class Projection(NamedTuple):
                         window_bytes = max(window_bytes, stored.size_bytes + _AROUND_BYTES)
         moved_bytes = min(2 * LIMITS.buffer_bytes, buffer_bytes) + min(LIMITS.window_bytes, window_bytes)
         moved_bytes += conversion_bytes + turning_bytes
+        if any(is_object_path(route.tensors.path) for group in plan.tensors.groups for route in group.routes):
+            from reshard_mpi.filesystem.read_ahead import AHEAD_BYTES  # which is loaded for nothing else
+
+            moved_bytes += min(AHEAD_BYTES, plan.needed_bytes)
         moved_bytes += _NUMPY_BYTES if has_numpy and not self.has_numpy else 0
         return max(self.planning_bytes, self.base_bytes + moved_bytes + records_bytes + decoding_bytes)
 
@@ -370,7 +376,8 @@ def _is_in_short_runs(tensor: TensorPlan) -> bool:
 
 def _loaded_bytes() -> int:
     """Return the bytes of libraries that this process has loaded besides this program."""
-    return _MPI_BYTES if "mpi4py.MPI" in sys.modules else 0
+    bytes_of = {"mpi4py.MPI": _MPI_BYTES, "botocore": _STORE_BYTES}
+    return sum(size_bytes for library, size_bytes in bytes_of.items() if library in sys.modules)
 
 
 def _size_bytes(path: str | os.PathLike[str]) -> int:
