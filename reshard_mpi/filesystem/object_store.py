@@ -63,9 +63,14 @@ class ObjectPlace(NamedTuple):
         Raises UsageError if it names no bucket.
         """
         text = os.fspath(path)
-        bucket, _, key = text.removeprefix(OBJECTS).lstrip("/").partition("/")
+        bucket, _, key = text.removeprefix(OBJECTS).removeprefix("/").partition("/")
         if not bucket:
-            raise UsageError("an address names no bucket", expected=f"{_PREFIX}BUCKET/PREFIX", got=text)
+            raise UsageError(
+                "an address names no bucket",
+                expected=f"{_PREFIX}BUCKET/PREFIX",
+                got=text,
+                remedy="name the bucket behind s3://",
+            )
         return cls(bucket, key.strip("/"))
 
     def __str__(self) -> str:
@@ -121,7 +126,7 @@ def client() -> Any:
 def _new_client() -> Any:
     try:
         from botocore.config import Config
-        from botocore.exceptions import BotoCoreError
+        from botocore.exceptions import BotoCoreError, PartialCredentialsError
         from botocore.session import Session
     except ImportError:
         raise UsageError(
@@ -144,6 +149,8 @@ def _new_client() -> Any:
         has_region = session.get_config_variable("region") is not None
         # Stores other than AWS's take any region; AWS's says by its answer which one a bucket has.
         return session.create_client("s3", config=config, region_name=None if has_region else "us-east-1")
+    except PartialCredentialsError as error:
+        raise _without_credentials(error, "") from error
     except (BotoCoreError, ValueError) as error:
         raise StoreError("the object store cannot be asked", got=str(error), remedy=_SETTINGS) from error
 
@@ -167,12 +174,14 @@ def asked(place: ObjectPlace, request: Callable[[Any], T]) -> T:
     except ClientError as error:
         raise _refused(place, error.response) from error
     except (NoCredentialsError, PartialCredentialsError) as error:
-        remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; aws configure writes a profile"
-        raise StoreError(
-            "there are no credentials for the store", got=str(error), where=str(place), remedy=remedy
-        ) from error
+        raise _without_credentials(error, str(place)) from error
     except BotoCoreError as error:
         raise _unreachable(place, str(error)) from error
+
+
+def _without_credentials(error: Exception, where: str) -> StoreError:
+    remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; aws configure writes a profile"
+    return StoreError("there are no credentials for the store", got=str(error), where=where, remedy=remedy)
 
 
 def _refused(place: ObjectPlace, response: dict[str, Any]) -> Exception:
