@@ -33,7 +33,7 @@ class Sent:
     place = ObjectPlace("bucket", "target")
 
     def __init__(self, source: bytes = b"", fails: int | None = None) -> None:
-        self.parts: dict[int, bytes] = {}
+        self.made: dict[int, bytes] = {}
         self.copied: set[int] = set()
         self.under_way = self.most_under_way = 0
         self._lock = threading.Lock()
@@ -55,10 +55,14 @@ class Sent:
         self.copied.add(number)
         return self._taken(number, self._source[offset : offset + length_bytes])
 
+    def parts(self) -> list[SentPart]:
+        """Return the parts as a store lists them."""
+        return [SentPart(number, f"tag {number}", len(self.made[number]), None) for number in sorted(self.made)]
+
     def _taken(self, number: int, data: bytes) -> SentPart:
         with self._lock:
-            assert number not in self.parts, "a part was made twice"
-            self.parts[number] = data
+            assert number not in self.made, "a part was made twice"
+            self.made[number] = data
         return SentPart(number, f"tag {number}", len(data), crc32(data))
 
 
@@ -141,8 +145,8 @@ def test_parts_are_made_once_and_whole(data: st.DataObject, size_bytes: int, par
             sent = parts.finish()
         kept = os.pread(descriptor, size_bytes, 0)
         assert sample_of(SourceFile("target", descriptor)) == expected
-    assert b"".join(upload.parts[part.number] for part in sent) == content
-    assert [part.number for part in sent] == list(range(1, len(sent) + 1)) == sorted(upload.parts)
+    assert b"".join(upload.made[part.number] for part in sent) == content
+    assert [part.number for part in sent] == list(range(1, len(sent) + 1)) == sorted(upload.made)
     assert upload.most_under_way <= object_publication._UNDER_WAY
     inside = {byte for start, end in payloads for byte in range(start, end)}
     assert all(kept[byte] == content[byte] for byte in range(size_bytes) if byte not in inside)
