@@ -215,7 +215,7 @@ def _add_audit(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_commit(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", type=local_path, metavar="DST", help="the folder that transform has written to")
+    parser.add_argument("target", type=path, metavar="DST", help="the folder that transform has written to")
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:

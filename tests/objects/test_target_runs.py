@@ -158,7 +158,6 @@ def test_commands_on_targets(moto: Bucket, c: Conversion, tmp_path: Path) -> Non
     assert_as_local(c, moto)
     delete(moto / f"out/{TARGETS[0]}")
     refused("commit", moto / "out", code=4)
-    assert "reshard.json" not in names(moto / "out")
     refused("commit", moto / "nothing")
     copy = download(moto / "out", tmp_path / "copy")
     assert json.loads((copy / ".reshard_mpi/run.json").read_text())["target_ranks"] == 2
