@@ -142,13 +142,13 @@ def _mapped(
     like: TargetTemplate | None,
     *,
     is_below: bool = False,
-    is_at_root: bool = False,
+    home: str | None = None,
 ) -> MappedFile:
     """Return what maps make of the file with a training.
 
     Args:
         is_below: they see the names below the training's prefix, and the target is nested as the source is.
-        is_at_root: in the target the model of a numbered optimizer has no dictionary of its own.
+        home: what names of the model of a numbered optimizer begin with in the target, if its dictionary is known.
     """
     is_stripped = is_below or like is not None
     shapes = {name: kind.shape for name, kind in inventory.items()}
@@ -181,7 +181,7 @@ def _mapped(
                 continue
         begin_before = begin
         if not is_stripped:
-            begin = "" if is_at_root else _begin_in_target(training, all_made)
+            begin = _begin_in_target(training, all_made) if home is None else home
         if begin == begin_before:
             break
     _require_different(in_files[-1], chain[-1], source.path)
@@ -220,9 +220,10 @@ def _mapped(
         in_target_of = [_below_prefix(training, beside | strangers) for strangers in strangers_of]
     steps = [*steps_of(in_files, in_target_of)] if between else ()
     new = renamed(nest, training._replace(prefix=begin), inventory, all_parameters, tensors, source.path, steps)
-    if begin not in ("", training.prefix, *(path for path, _ in dictionaries_in(parsed(new.text).root))):
-        how = (rules, choice, inventory, source, training, forward, like)
-        return _mapped(*how, is_below=is_below, is_at_root=True)
+    if home is None and begin != training.prefix:
+        home = _home(new.text, training, all_made)
+        if home != begin:  # another thing may have the place, or several maps move what is in the dictionary, too
+            return _mapped(rules, choice, inventory, source, training, forward, like, is_below=is_below, home=home)
     require_own_state(new.known, inventory, target, source.path)
     begins = tuple(f"{each.path}state." for each, _ in new.known if each.form is not Form.FLAT)
     if training.optimizer is not None or any(derived.name.startswith(begins) for derived in all_made):
@@ -276,6 +277,14 @@ def _begin_in_target(training: Training, made: Sequence[DerivedTensor]) -> str:
     of_model = [(name, own) for name, own in pairs if begin and any(source.startswith(begin) for source in own)]
     has_parameters = any(not parameters.isdisjoint(own) for _, own in of_model)
     return begin_in_target(begin, of_model) if has_parameters else begin
+
+
+def _home(nest: str, training: Training, made: Iterable[DerivedTensor]) -> str:
+    """Return what names begin with in the innermost dictionary that has all parameters of a numbered optimizer."""
+    parameters = frozenset(training.parameters.values())
+    names = [tensor.name for tensor in made if not parameters.isdisjoint(_sources(tensor))]
+    paths = (path for path, _ in dictionaries_in(parsed(nest).root))
+    return max((path for path in paths if all(name.startswith(path) for name in names)), key=len)
 
 
 def _names_in_target(training: Training, like: TargetTemplate | None, begin: str) -> Callable[[str], str]:

@@ -886,6 +886,20 @@ def test_names_in_the_optimizer_go_by_the_models_dictionary(
         assert np.array_equal(arrays_of(optimizer["state"][name])["exp_avg"], moment(number, MODEL[own]))
 
 
+@pytest.mark.parametrize("then", ["model.{p*} <=> net.{p*}", "{p*} <=> net.{p*}"])
+def test_names_in_the_optimizer_go_by_the_dictionary_that_several_maps_make(tmp_path: Path, then: str) -> None:
+    torch_peer.save(tmp_path / "x.pt", training())
+    (tmp_path / "first.toml").write_text("[[map]]\neq = 'model.out.{p*} <=> model.last.{p*}'\n")
+    maps = [tmp_path / "first.toml", then]
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "made", map=maps, forward=True)
+    (path,) = (tmp_path / "made").rglob("*.pt")
+    made = torch_peer.load(path)
+    model = made["net"] if then.startswith("model") else made["net.model"]
+    names = ["q", "k", "bias", "last.weight"]
+    assert [*made["optimizer"]["state"]] == names == made["optimizer"]["param_groups"][0]["params"]
+    assert [name for name in model if name in names] == names
+
+
 def test_state_that_goes_by_names_is_renamed_by_the_next_run_too(tmp_path: Path) -> None:
     """Also its plain values and the groups: what two runs make is what both maps make in one run."""
     source = training()
