@@ -60,9 +60,9 @@ open_files.Files.window = window
 
 # The same, with nothing to bound what is mapped at once.
 _UNBOUNDED = """
-def unbounded(plan, manifest, descriptor, span, limits, on_bytes):
+def unbounded(plan, manifest, descriptor, span, limits, *more):
     limits = Limits(buffer_bytes=1 << 31, window_bytes=1 << 31)
-    return fill(plan, manifest, descriptor, span, limits, on_bytes)
+    return fill(plan, manifest, descriptor, span, limits, *more)
 
 target_writer.fill_file = unbounded
 """
