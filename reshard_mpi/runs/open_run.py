@@ -91,8 +91,7 @@ class Run(NamedTuple):
     @property
     def is_streamed(self) -> bool:
         """Whether parts of targets are sent to an object store while these are filled: nothing reads them again."""
-        is_read_again = self.request.verify or self.request.crc or formats.info(self.format).sums_payloads
-        return is_object_path(self.request.target) and not is_read_again
+        return is_streamed(self.request, self.format)
 
     def hosts(self, comm: Comm) -> Sequence[object]:
         """Return by process what tells the hosts apart whose processes may fill a target together."""
@@ -163,6 +162,12 @@ class Run(NamedTuple):
         return RunIdentity({**facts, **{name: value for name, value in optional.items() if value}}, files)
 
 
+def is_streamed(request: Request, format_name: str) -> bool:
+    """Tell whether parts of targets are sent to an object store while these are filled: nothing reads them again."""
+    is_read_again = request.verify or request.crc or formats.info(format_name).sums_payloads
+    return is_object_path(request.target) and not is_read_again
+
+
 def open_run(
     request: Request,
     memory: RunMemory,
@@ -210,13 +215,17 @@ def open_run(
     packing = packing_of(request, conversion.source, name)
     conversion, map_digests = apply_map(request, conversion, packing)
     if conversion.view is not None and traits.packs:
-        memory.reserve_for_planning(Workload(conversion, name, verify=request.verify), purpose)
+        memory.reserve_for_planning(
+            Workload(conversion, name, verify=request.verify, is_streamed=is_streamed(request, name)), purpose
+        )
         packed = conversion.view.packed
         request = request._replace(prefix=packed.prefix)
         strategies = strategies._replace(target=Strategy(len(packed.files), 1, {}))  # which file has what is known
         conversion = conversion.to(strategies.target)
     if traits.split_by_size:
-        memory.reserve_for_planning(Workload(conversion, name, verify=request.verify), purpose)
+        memory.reserve_for_planning(
+            Workload(conversion, name, verify=request.verify, is_streamed=is_streamed(request, name)), purpose
+        )
         whole = conversion.plan(0, checked=False).tensors.specs
         strategies = strategies._replace(target=strategy_of(filled_files(whole, request.most_file_bytes)))
         conversion = conversion.to(strategies.target)
@@ -226,7 +235,9 @@ def open_run(
     _require_writable(request, name)
     memory.on_memory_released(conversion.forget)
     most_planned = len(targets) if most_planned is None else most_planned
-    memory.reserve_for_planning(Workload(conversion, name, most_planned, request.verify), purpose)
+    memory.reserve_for_planning(
+        Workload(conversion, name, most_planned, request.verify, is_streamed=is_streamed(request, name)), purpose
+    )
     conversion.require_fitting_strategies()
     return Run(request, conversion, name, targets, strategies, map_digests)
 

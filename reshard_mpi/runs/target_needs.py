@@ -238,6 +238,7 @@ class Workload(NamedTuple):
     targets: int = 1  # the most that are planned
     verify: bool = False  # whether targets are compared with their sources afterwards
     also_read: SourceCheckpoint | None = None  # is compared with the sources; then nothing is written
+    is_streamed: bool = False  # whether targets are sent to an object store while they are filled
 
 
 class Projection(NamedTuple):
@@ -251,11 +252,12 @@ class Projection(NamedTuple):
     decoding_bytes: int = 0  # the most that decoding a tensor of the target takes
     # whether the target is written: many small tensors are then moved in batches, and one that is compared is summed
     writes: bool = True
+    staged_bytes: int = 0  # the most of a target that lies in memory, where it is sent while it is filled
 
     @classmethod
     def of(cls, work: Workload) -> Projection:
         """Return the projection of a process's work."""
-        conversion, target_format, targets, verify, also_read = work
+        conversion, target_format, targets, verify, also_read, is_streamed = work
         source, target = conversion.planned_source, conversion.target
         source_form, target_form = formats.info(source.files.format), formats.info(target_format)
         per_shard, has_numpy = source.extent.tensors, not source.extent.is_as_stored
@@ -287,7 +289,12 @@ class Projection(NamedTuple):
             has_numpy = True
         base_bytes += target_form.library_bytes
         tensor_bytes = target_form.written_tensor_bytes + (_SUM_BYTES if verify else 0)
-        return cls(planning_bytes, base_bytes, tensor_bytes, verify, has_numpy)
+        staged_bytes = 0
+        if is_streamed:
+            from reshard_mpi.journal.object_publication import STAGED_BYTES  # which is loaded for nothing else
+
+            staged_bytes = STAGED_BYTES
+        return cls(planning_bytes, base_bytes, tensor_bytes, verify, has_numpy, staged_bytes=staged_bytes)
 
     @property
     def gathering_bytes(self) -> int:
@@ -334,6 +341,7 @@ class Projection(NamedTuple):
             from reshard_mpi.filesystem.read_ahead import AHEAD_BYTES  # which is loaded for nothing else
 
             moved_bytes += min(AHEAD_BYTES, plan.needed_bytes)
+        moved_bytes += min(self.staged_bytes, plan.written_bytes)
         moved_bytes += _NUMPY_BYTES if has_numpy and not self.has_numpy else 0
         return max(self.planning_bytes, self.base_bytes + moved_bytes + records_bytes + decoding_bytes)
 

@@ -250,7 +250,7 @@ def _compare(
     conversion, purpose = run.conversion, f"copies in {request.source}"
     lost: tuple[UnusableShard, ...] = ()
     projection = memory.reserve_for_planning(
-        Workload(conversion, run.format, len(run.targets), request.verify), purpose
+        Workload(conversion, run.format, len(run.targets), request.verify, is_streamed=run.is_streamed), purpose
     )
     if mine:
         memory.reserve_for_copying(projection.base_bytes + comparing_bytes(conversion.limits), purpose)
