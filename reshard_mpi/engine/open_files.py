@@ -8,7 +8,7 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -150,6 +150,9 @@ class Files:
         Raises ShardError if the bytes cannot be read.
         """
         source, read = self._source(path), 0
+        if source.is_far and self._ahead is None:
+            self._fetch_each(source, offset, step, list(places))
+            return
         for place in places:
             count = _read(source, offset, [place])
             read += count
@@ -157,6 +160,19 @@ class Files:
                 self.read_into(ByteRange(path, offset + count, len(place) - count), place[count:])
             offset += step
         self.traffic.requested_bytes += read
+
+    def _fetch_each(self, source: SourceFile, offset: int, step: int, places: Sequence[memoryview]) -> None:
+        """Fill places as `read_each` does from an object, of which all parts are asked for at once."""
+        from reshard_mpi.filesystem.read_ahead import ReadAhead
+
+        starts = [offset + number * step for number in range(len(places))]
+        with closing(ReadAhead((source.path, start, len(place)) for start, place in zip(starts, places))) as ahead:
+            source.read_ahead_by(ahead)
+            try:
+                for start, place in zip(starts, places):
+                    self.read_into(ByteRange(source.path, start, len(place)), place)
+            finally:
+                source.read_ahead_by(None)
 
     def _read_rest(self, path: str, offset: int, places: Sequence[memoryview], done: int) -> None:
         """Read the bytes from `offset` on into `places`, whose first `done` bytes have been read."""

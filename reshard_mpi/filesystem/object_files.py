@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem import object_listing
 from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, read_range
 from reshard_mpi.filesystem.source_files import FileVersion, SourceFile
@@ -125,6 +126,15 @@ class ObjectFile(SourceFile):
 
     def read(self, offset: int, length_bytes: int) -> bytes:
         """Return bytes as `SourceFile.read` does; small parts are kept, for they are asked for again."""
+        try:
+            return self._read(offset, length_bytes)
+        except OSError as error:  # it has been removed
+            raise self._unreadable(error, offset) from error
+
+    def _unreadable(self, error: OSError, offset: int) -> ShardError:
+        return ShardError("a shard cannot be read", got=str(error), where=f"{self.path}, byte {offset}")
+
+    def _read(self, offset: int, length_bytes: int) -> bytes:
         end = min(offset + length_bytes, self.size_bytes)
         if end <= offset:
             return b""
@@ -160,8 +170,11 @@ class ObjectFile(SourceFile):
             size_bytes += stop - begin
             if size_bytes > _MOST_FORESEEN_BYTES:
                 break
-        for begin, content in self._fetched(missing):
-            kept.add(begin, content)
+        try:
+            for begin, content in self._fetched(missing):
+                kept.add(begin, content)
+        except OSError as error:
+            raise self._unreadable(error, missing[0][0]) from error
 
     def _grain(self, offset: int, end: int) -> tuple[int, int]:
         """Return the range that is fetched where the bytes from `offset` to `end` are asked for."""
@@ -241,7 +254,15 @@ class ObjectFile(SourceFile):
                 pass
 
     def fetch(self, offset: int, buffer: memoryview) -> None:
-        """Fill a buffer from the store, whatever is kept. Raises as `object_store.asked` does."""
+        """Fill a buffer from kept parts, as all of a small file is, or from the store.
+
+        Raises as `object_store.asked` does.
+        """
+        if len(buffer) <= _MOST_KEPT_BYTES:
+            content = _KEPT.of(self._place, self._state).content(offset, offset + len(buffer))
+            if len(content) == len(buffer):
+                buffer[:] = content
+                return
         read_range(self._place, self._state, offset, buffer)
 
     def map(self, offset: int, length_bytes: int) -> tuple[mmap, int]:

@@ -21,6 +21,7 @@ from support.conversions import shards
 from support.examples import few
 from support.local_objects import LocalObjects, served
 
+import reshard_mpi
 from reshard_mpi.engine import source_ranges
 from reshard_mpi.filesystem import object_files, read_ahead
 from reshard_mpi.filesystem.object_files import ObjectFile, open_object
@@ -183,3 +184,18 @@ def test_what_ranks_have_is_joined(large: Path, tmp_path: Path, cut: str) -> Non
     (whole,) = (tmp_path / "whole").glob("rank_0/*")
     (source,) = (large / "src").glob("rank_0/*")
     done("diff", whole, source)
+
+
+def test_columns_of_an_open_checkpoint(large: Path) -> None:
+    """Runs that lie apart are asked for at once, not one after another, and what lies far between them is not read."""
+    with served(large) as local, reshard_mpi.open(local / "src") as checkpoint:
+        whole = reshard_mpi.open(large / "src")["w3"][...]
+        local.forget()
+        checkpoint["w3"][:1]  # so that it is listed again
+        local.reads.clear()
+        local.trips = 0
+        assert np.array_equal(checkpoint["w3"][:, 5:9], whole[:, 5:9])
+        assert local.trips <= 2 and local.read_bytes <= 2 * MIB
+        local.reads.clear()
+        assert np.array_equal(checkpoint["w3"][::100, 100:900:3], whole[::100, 100:900:3])
+        assert local.read_bytes <= 6 * 8 * KIB

@@ -16,7 +16,7 @@ from support.conversions import Conversion, make, shards
 from support.examples import few
 from support.fault_proxy import FaultProxy, Operation, Request
 from support.full_checkpoints import floats, held, source_of
-from support.object_servers import Bucket, forget, put, upload
+from support.object_servers import Bucket, delete, forget, put, upload
 from support.processes import Finished
 
 import reshard_mpi
@@ -124,7 +124,7 @@ def test_a_store_without_ranges(moto: Bucket, proxy: FaultProxy, c: Conversion, 
     refused(transform(moto, tmp_path / "out"), 3, "gives other bytes than it was asked for", "without a range")
 
 
-@pytest.mark.parametrize("number", few(1, [6, 0, 1, 2, 3, 4, 5, 7]))
+@pytest.mark.parametrize("number", few(1, [4, 0, 1, 2, 3, 5, 6, 7]))
 def test_an_object_that_is_replaced_under_way(
     moto: Bucket, proxy: FaultProxy, c: Conversion, tmp_path: Path, number: int
 ) -> None:
@@ -145,6 +145,19 @@ def test_an_object_that_is_replaced_under_way(
         assert all(request.key != replaced.key for request in proxy.requests[replaced.number + 1 :])
     else:
         refused(finished, finished.code, "was replaced", f"{replaced.key}")
+    assert shards(tmp_path / "out").items() <= {**shards(c.dst), "rank_0": None, "rank_1": None}.items()
+
+
+@pytest.mark.parametrize("number", few(1, [4, 0, 1, 2, 3, 5, 6, 7]))
+def test_an_object_that_is_removed_under_way(
+    moto: Bucket, proxy: FaultProxy, c: Conversion, tmp_path: Path, number: int
+) -> None:
+    proxy.spoil(lambda request: delete(moto / request.key), when=GET, skip=number)
+    finished = transform(moto, tmp_path / "out")
+    if not proxy.spoiled:
+        pytest.skip("there are fewer requests")
+    refused(finished, finished.code, proxy.spoiled[0].key)
+    assert finished.code in (3, 4)
     assert shards(tmp_path / "out").items() <= {**shards(c.dst), "rank_0": None, "rank_1": None}.items()
 
 
