@@ -108,6 +108,7 @@ class _Connection:
 
     def __init__(self) -> None:
         self.client: Any = None
+        self.settings: dict[str, str] = {}  # of the environment, when it was made
         self.lock = threading.Lock()
 
 
@@ -119,8 +120,20 @@ def client() -> Any:
     """Return botocore's client for S3. Raises UsageError without botocore, StoreError for settings that cannot be."""
     with _CONNECTION.lock:
         if _CONNECTION.client is None:
+            _CONNECTION.settings = _settings()
             _CONNECTION.client = _new_client()
         return _CONNECTION.client
+
+
+def look_again() -> None:
+    """Have the next request go to the store, and be made with the credentials, that the environment names by then."""
+    with _CONNECTION.lock:
+        if _CONNECTION.client is not None and _CONNECTION.settings != _settings():
+            _CONNECTION.client = None
+
+
+def _settings() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
 
 
 def _new_client() -> Any:

@@ -294,10 +294,12 @@ def _mode(path: StrPath, *, follow_link: bool = True) -> int:
 
 
 def look_again() -> None:
-    """Forget what has been listed of object stores: a new command is told what lies there by then."""
-    listing = sys.modules.get("reshard_mpi.filesystem.object_listing")
-    if listing is not None:
-        listing.forget()
+    """Forget what has been listed of object stores: a new command is told what lies there by then, in which store."""
+    if "reshard_mpi.filesystem.object_listing" in sys.modules:
+        from reshard_mpi.filesystem import object_listing, object_store
+
+        object_listing.forget()
+        object_store.look_again()
 
 
 class FolderEntry(Protocol):

@@ -94,3 +94,20 @@ def test_what_calls_return_has_addresses_as_people_write_them(moto: Bucket, tmp_
     facts = reshard_mpi.inspect(moto / "made")
     assert facts["path"] == moto / "made"
     assert facts["shards"][0][0]["path"] == moto / "made/rank_0/checkpoint_0.safetensors"
+
+
+def test_a_call_asks_the_store_that_the_environment_names_by_then(
+    moto: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload(source_of(tmp_path, {"w": floats(4)}), moto / "src")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(ReshardError, match="credentials"):
+        reshard_mpi.open(moto / "src")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", moto.server.secret)
+    assert set(reshard_mpi.open(moto / "src")) == {"w"}
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9/no/such/store")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    with pytest.raises(ReshardError, match="store"):
+        reshard_mpi.open(moto / "src")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", moto.server.endpoint)
+    assert set(reshard_mpi.open(moto / "src")) == {"w"}
