@@ -162,7 +162,7 @@ class Files:
         self.traffic.requested_bytes += read
 
     def _fetch_each(self, source: SourceFile, offset: int, step: int, places: Sequence[memoryview]) -> None:
-        """Fill places as `read_each` does from an object, of which all parts are asked for at once."""
+        """Fill places as `read_each` does, from an object; the store is asked for all parts at once."""
         from reshard_mpi.filesystem.read_ahead import ReadAhead
 
         starts = [offset + number * step for number in range(len(places))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import tempfile
 import threading
@@ -199,3 +200,19 @@ def test_columns_of_an_open_checkpoint(large: Path) -> None:
         local.reads.clear()
         assert np.array_equal(checkpoint["w3"][::100, 100:900:3], whole[::100, 100:900:3])
         assert local.read_bytes <= 6 * 8 * KIB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", ["cut", "cut_by_columns"])
+def test_a_target_that_processes_share(large: Path, tmp_path: Path, cut: str) -> None:
+    """Each fetches what its part of the file is made of, in a fork of a process that has looked around."""
+    strategy = large / ("rows.toml" if cut == "cut" else "columns.toml")
+    words = ["--src-strategy", strategy, "--to", "torch", "--progress", "none"]
+    done("transform", large / cut, tmp_path / "local", *words, "--jobs", "1")
+    with served(large) as local:
+        finished = done(
+            "transform", local / cut, tmp_path / "remote", *words, "--jobs", "2", "--report", tmp_path / "r"
+        )
+    assert shards(tmp_path / "remote") == shards(tmp_path / "local"), finished
+    (target,) = json.loads((tmp_path / "r").read_text())["targets"]
+    assert target["processes"] == 2
