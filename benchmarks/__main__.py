@@ -16,6 +16,7 @@ from benchmarks import (
     forms,
     maps,
     megatron,
+    objects,
     opening,
     planning,
     quantized,
@@ -24,6 +25,7 @@ from benchmarks import (
     tensors,
     verification,
 )
+from benchmarks.measure import CommandFailedError
 from benchmarks.plot import draw, lacks_matplotlib
 from benchmarks.results import Results
 from benchmarks.targets import LARGE_MB, QUANTIZED_MB, SMALL_MB
@@ -104,6 +106,11 @@ Compares two files in numbers (diff --values), where all elements differ and whe
 that are the same. Then audits a checkpoint of two files in fp32, and in bf16, each beside `sha256sum` of the files by
 two processes; and 30,000 tensors of experts.
 """
+_OBJECTS = """\
+Starts SeaweedFS, and reshards checkpoints in it: bytes through the client where the store can copy slices by itself,
+ranges to open a checkpoint, source read where 4 targets want a quarter each, CPU time and memory of the client beside
+`aws s3 cp`, and runs that are killed at random instants.
+"""
 
 
 def main() -> None:
@@ -115,7 +122,7 @@ def main() -> None:
         sys.exit(f"benchmarks: {problem}")
     try:
         results: Results = options.run(options)
-    except NoRoomError as error:
+    except (NoRoomError, CommandFailedError) as error:
         sys.exit(f"benchmarks: {error}")
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
@@ -156,6 +163,7 @@ def parser() -> argparse.ArgumentParser:
     _add_megatron(_command(commands, "megatron", "Megatron-Core's checkpoints", _MEGATRON))
     _add_quantized(_command(commands, "quantized", "quantized checkpoints dequantized", _QUANTIZED))
     _add_audit(_command(commands, "audit", "checkpoints compared in numbers, and audited", _AUDIT))
+    _add_objects(_command(commands, "objects", "checkpoints in an object store", _OBJECTS))
     return whole
 
 
@@ -240,6 +248,22 @@ def _run_conversion(options: argparse.Namespace) -> Results:
 
 def _add_planning(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=lambda options: planning.measure(options.pairs, options.folder))
+
+
+def _add_objects(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--megabytes",
+        type=_positive,
+        default=1074,
+        metavar="N",
+        help="size of what is read and written beside aws s3 cp (default: %(default)s, 1 GiB)",
+    )
+    parser.add_argument(
+        "--kills", type=_positive, default=20, metavar="N", help="of how many runs (default: %(default)s)"
+    )
+    parser.set_defaults(
+        run=lambda options: objects.measure(options.pairs, options.megabytes, options.kills, options.folder)
+    )
 
 
 def _add_startup(parser: argparse.ArgumentParser) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import object_servers
 from support.processes import clean_environment, run_command
 
 sys.path.append(str(Path(__file__).parent.parent))  # benchmarks are part of the checkout, not of what is installed
@@ -97,6 +98,21 @@ class TestCommands:
         rows = check_rows(json.loads(printed))
         assert set(rows) == keys("startup.")
         assert all(row["skipped"] is None for row in rows.values())
+
+    def test_objects(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        if object_servers.missing_for_seaweedfs():
+            pytest.skip("SeaweedFS is not installed")
+        monkeypatch.setattr("benchmarks.objects._LONG_MIB", (6,))
+        told = tmp_path / "told.json"
+        options = ["--megabytes", "4", "--pairs", "1", "--kills", "1", "--json", str(told)]
+        monkeypatch.setattr(sys, "argv", ["benchmarks", "objects", *options])
+        with pytest.raises(SystemExit) as end, contextlib.redirect_stdout(io.StringIO()):
+            main()
+        assert end.value.code == 0
+        rows = {row["key"]: row for row in json.loads(told.read_text())["rows"]}
+        assert {key.split(".")[1] for key in rows} == {"sent", "open", "quarters", "cpu", "memory", "kills"}
+        assert all(row["figure"] > 0 for row in rows.values())
+        assert rows["objects.kills"]["reached"]
 
     def test_tensors(self, tmp_path: Path, bare_interpreter: Path) -> None:
         """Beside peers that are not there: their rows say so, the others have figures."""
