@@ -41,7 +41,23 @@ def check_path(value: object, name: str) -> str:
         raise UsageError(
             f"{name} is a URL", expected="a path, or s3://BUCKET/PREFIX", got=f"the URL {path!r}", remedy=remedy
         )
+    if path.startswith("s3://"):
+        _check_address(path, name)
     return path
+
+
+def _check_address(address: str, name: str) -> None:
+    """Raise UsageError for an address without a bucket, such as of a variable that is not set, or with dots for names.
+
+    A path made of an address has one slash less, so who is given that cannot tell the first any more.
+    """
+    bucket, *names = address.removeprefix("s3://").split("/")
+    if not bucket or not {".", ".."}.isdisjoint(names):
+        raise UsageError(
+            f"{name} is no address in an object store",
+            expected="s3://BUCKET/PREFIX, without . and .. for names",
+            got=repr(address),
+        )
 
 
 def check_local_path(value: object, name: str) -> str:

@@ -180,7 +180,13 @@ def asked(place: ObjectPlace, request: Callable[[Any], T]) -> T:
     what the store refuses, StoreUnreachableError if it does not answer.
     """
     store = client()
-    from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
+    from botocore.exceptions import (
+        BotoCoreError,
+        ClientError,
+        NoCredentialsError,
+        ParamValidationError,
+        PartialCredentialsError,
+    )
 
     try:
         return request(store)
@@ -188,6 +194,10 @@ def asked(place: ObjectPlace, request: Callable[[Any], T]) -> T:
         raise _refused(place, error.response) from error
     except (NoCredentialsError, PartialCredentialsError) as error:
         raise _without_credentials(error, str(place)) from error
+    except ParamValidationError as error:
+        remedy = "check the name of the bucket, and the prefix"
+        got = str(error).splitlines()[-1]
+        raise StoreError("the store can have no such object", got=got, where=str(place), remedy=remedy) from error
     except BotoCoreError as error:
         raise _unreachable(place, str(error)) from error
 
