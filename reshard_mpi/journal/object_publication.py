@@ -244,7 +244,7 @@ class StagedParts:
         return sent
 
     def _as_long_as_planned(self, sent: list[SentPart]) -> list[SentPart]:
-        """Return the parts; what the store has copied is sent where its length is wrong.
+        """Return the parts; copied parts of a wrong length are sent instead.
 
         Some stores copy all of an object where a range is asked for, and say that all is well.
         """

@@ -95,7 +95,7 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
 
 
 def keeps_its_name(name: str, owner: str, match_of: Mapping[str, Match], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Tell whether the name in state is that of its parameter as before, which lies under another key of the file.
+    """Tell whether a name in state is its parameter's as before, which lies under another key of the file.
 
     Args:
         owner: the parameter, or nothing.
