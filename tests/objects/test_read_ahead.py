@@ -17,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import Case, cases
 from support.checkpoints import write_ranks, write_shards, write_strategy
-from support.command_line import done
+from support.command_line import done, run_apart
 from support.conversions import shards
 from support.examples import few
 from support.local_objects import LocalObjects, served
+from support.object_servers import Bucket, upload
 
 import reshard_mpi
 from reshard_mpi.engine import source_ranges
@@ -204,15 +205,14 @@ def test_columns_of_an_open_checkpoint(large: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", ["cut", "cut_by_columns"])
-def test_a_target_that_processes_share(large: Path, tmp_path: Path, cut: str) -> None:
+def test_a_target_that_processes_share(moto: Bucket, large: Path, tmp_path: Path, cut: str) -> None:
     """Each fetches what its part of the file is made of, in a fork of a process that has looked around."""
+    upload(large / cut, moto / cut)
     strategy = large / ("rows.toml" if cut == "cut" else "columns.toml")
-    words = ["--src-strategy", strategy, "--to", "torch", "--progress", "none"]
-    done("transform", large / cut, tmp_path / "local", *words, "--jobs", "1")
-    with served(large) as local:
-        finished = done(
-            "transform", local / cut, tmp_path / "remote", *words, "--jobs", "2", "--report", tmp_path / "r"
-        )
-    assert shards(tmp_path / "remote") == shards(tmp_path / "local"), finished
-    (target,) = json.loads((tmp_path / "r").read_text())["targets"]
+    words = ["--src-strategy", strategy, "--to", "torch"]
+    done("transform", large / cut, tmp_path / "local", *words)
+    report = tmp_path / "report.json"
+    run_apart("transform", moto / cut, tmp_path / "remote", *words, "--jobs", "2", "--report", report, check=True)
+    assert shards(tmp_path / "remote") == shards(tmp_path / "local")
+    (target,) = json.loads(report.read_text())["targets"]
     assert target["processes"] == 2
