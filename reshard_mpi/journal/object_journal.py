@@ -33,7 +33,15 @@ from reshard_mpi.journal.file_ownership import (
 )
 from reshard_mpi.journal.object_publication import ObjectPublication
 from reshard_mpi.journal.provenance import Sources, TargetInputs
-from reshard_mpi.journal.record_files import STATE, read_json, record_path, recorded_ranks, run_path, upload_path
+from reshard_mpi.journal.record_files import (
+    COMMIT_RECORD,
+    STATE,
+    read_json,
+    record_path,
+    recorded_ranks,
+    run_path,
+    upload_path,
+)
 from reshard_mpi.journal.run_records import RunIdentity, keep_strategy, strategy_of_run
 from reshard_mpi.journal.target_folders import uncommit
 from reshard_mpi.journal.target_journal import Journal
@@ -70,6 +78,7 @@ class ObjectJournal(Journal):
         super().__init__(folder, identity, resume=resume, overwrite=overwrite, strategy=strategy)
         self.is_streamed = is_streamed
         self._is_single_writer = is_single_writer
+        self._seen: ObjectState | None = None  # the record of the run, when it was last read
 
     def check(self) -> None:
         """Raise TargetError if the prefix cannot be joined: something else lies there, or it is another run's."""
@@ -129,6 +138,14 @@ class ObjectJournal(Journal):
         if self._strategy is not None and strategy_of_run(self.folder, self.identity.digest) is None:
             keep_strategy(state, self.identity.digest, self._strategy())
         self.check()
+
+    def _require_begun(self) -> None:
+        """Raise TargetError if another run has begun since: the record is looked at anew, and read if it changed."""
+        there = self._recorded_state(ObjectPlace.of(run_path(self._state)))
+        if there is None or there != self._seen:
+            object_listing.forget_below(self._place)
+            super()._require_begun()
+            self._seen = there
 
     def _recorded_state(self, place: ObjectPlace) -> ObjectState | None:
         try:
@@ -246,7 +263,13 @@ class ObjectJournal(Journal):
         sums: tuple[TensorSum, ...],
         besides: str,
     ) -> None:
-        """Record a target that is in place."""
+        """Record a target that is in place.
+
+        A commit that was begun before it was replaced may have come since, and have found all as it was.
+        """
+        if self._recorded_state(ObjectPlace.of(self.folder / COMMIT_RECORD)) is not None:
+            object_listing.forget_below(self._place)
+            uncommit(ObjectFolder.open(self.folder), self._index_files)
         file = path.relative_to(self.folder).as_posix()
         head = self.identity.digest, target_rank, file, state.size_bytes
         record = TargetRecord(*head, evidence, tuple(sums), None, besides, state.modified_ns, sample, state.inode)

@@ -160,3 +160,35 @@ def test_copies_that_fail(moto: Bucket, proxy: FaultProxy, tmp_path: Path, fault
     assert sent(c.but(src=moto / "src"), moto / "out", "--resume").code == 0
     assert objects(moto / "out")["rank_0/checkpoint_0.safetensors"] == c.written(0).read_bytes()
     assert not uploads(moto)
+
+
+def test_a_commit_of_another_run_that_comes_late(moto: Bucket, proxy: FaultProxy, c: Conversion) -> None:
+    """It was begun before this run replaced what it is about, and all was there yet when it looked again."""
+    assert sent(c, moto / "out", "--to", "hdf5").code == 0
+    late = objects(moto / "out/reshard.json")[""]
+    assert sent(c.but(options=("--to", "ckpt")), moto / "out", "--overwrite").code == 0
+    assert sent(c, moto / "out", "--overwrite", "--to", "hdf5").code == 0
+
+    def commit(_: object) -> None:
+        put(moto / "out/reshard.json", late)
+
+    is_last = lambda request: request.operation is Operation.COMPLETE and request.key.endswith("_1.ckpt")  # noqa: E731
+    proxy.spoil(commit, when=is_last)
+    assert sent(c, moto / "out", "--overwrite").code == 0
+    assert_whole(moto, c)
+    assert objects(moto / "out/reshard.json")[""] != late
+
+
+@pytest.mark.parametrize("when", [Operation.CREATE_UPLOAD, Operation.PUT_PART])
+def test_another_run_that_begins_meanwhile(moto: Bucket, proxy: FaultProxy, c: Conversion, when: Operation) -> None:
+    assert sent(c, moto / "out", "--to", "hdf5").code == 0
+    other = objects(moto / "out/.reshard_mpi/run.json")[""]
+
+    def begin(_: object) -> None:
+        put(moto / "out/.reshard_mpi/run.json", other)
+
+    proxy.spoil(begin, when=lambda request: request.operation is when and request.key.endswith("_1.ckpt"))
+    finished = sent(c, moto / "out", "--overwrite")
+    assert finished.code == 4 and finished.err.count("error:") == 1 and "begun" in finished.err, finished
+    assert _TARGETS[1] not in names(moto / "out")
+    assert not uploads(moto)
