@@ -116,10 +116,7 @@ def unfinished(place: ObjectPlace) -> list[UnfinishedUpload]:
     """Return the uploads of a bucket whose keys begin with the key of `place`. Raises as `object_store.asked` does."""
     found, marks = list[UnfinishedUpload](), dict[str, str]()
     while True:
-        answer = asked(
-            place,
-            partial(_list_uploads, {"Bucket": place.bucket, "Prefix": place.key, **marks}),
-        )
+        answer = asked(place, partial(_list_uploads, {"Bucket": place.bucket, "Prefix": place.key, **marks}))
         for upload in answer.get("Uploads", ()):
             begun_ns = int(upload["Initiated"].timestamp()) * 10**9
             found.append(UnfinishedUpload(upload["Key"], upload["UploadId"], begun_ns))
@@ -225,6 +222,10 @@ class Upload:
                 Bucket=place.bucket, Key=place.key, Metadata=said, ContentType="application/octet-stream", **checksum
             ),
         )
+        if answer["ResponseMetadata"].get("RetryAttempts"):  # an answer may be lost, and its upload stay
+            for other in unfinished(place):
+                if other.key == place.key and other.upload_id != answer["UploadId"]:
+                    abort(place, other.upload_id)
         return cls(place, answer["UploadId"], token, has_crc=has_crc)
 
     def send(self, number: int, content: FilePart) -> SentPart:
@@ -407,17 +408,16 @@ def _knows_crc(place: ObjectPlace) -> bool:
 
 
 def _takes_crc(trial: ObjectPlace) -> bool:
+    upload = None
     try:
         upload = Upload._begun(trial, {}, has_crc=True)
-        try:
-            with tempfile.TemporaryFile() as file:
-                file.write(b"trial")
-                file.flush()
-                upload.complete([upload.send(1, FilePart(file.fileno(), 0, 5))], only_new=False)
-        except (StoreError, TargetError):
-            upload.abort()
-            raise
+        with tempfile.TemporaryFile() as file:
+            file.write(b"trial")
+            file.flush()
+            upload.complete([upload.send(1, FilePart(file.fileno(), 0, 5))], only_new=False)
     except (StoreError, TargetError) as error:
+        if upload is not None:
+            upload.abort()
         if isinstance(error, StoreUnreachableError):
             raise
         return False

@@ -28,6 +28,7 @@ from support.fault_proxy import (
     Fault,
     FaultProxy,
     Operation,
+    Request,
 )
 from support.object_servers import Bucket, forget, names, objects, put, upload, uploads
 from support.oracle import RawLayout
@@ -192,3 +193,13 @@ def test_another_run_that_begins_meanwhile(moto: Bucket, proxy: FaultProxy, c: C
     assert finished.code == 4 and finished.err.count("error:") == 1 and "begun" in finished.err, finished
     assert _TARGETS[1] not in names(moto / "out")
     assert not uploads(moto)
+
+
+@pytest.mark.parametrize("of_trial", [False, True])
+def test_an_upload_of_which_the_answer_was_lost(moto: Bucket, proxy: FaultProxy, c: Conversion, of_trial: bool) -> None:
+    def is_meant(request: Request) -> bool:
+        return request.operation is Operation.CREATE_UPLOAD and request.key.endswith(".trial") == of_trial
+
+    proxy.spoil(Break.LOST_ANSWER, when=is_meant)
+    assert sent(c, moto / "out").code == 0
+    assert_whole(moto, c)
