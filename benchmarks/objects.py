@@ -15,10 +15,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from benchmarks.checkpoint import Checkpoint, generate
 from benchmarks.machine import as_line, describe
@@ -40,6 +42,7 @@ _GIB = 1 << 30
 _LONG_MIB = (16, 16, 24)  # slices of one rank of 8
 _FORMATS = ("safetensors", "hdf5", "torch", "ckpt", "dcp")
 _TENSORS = 217
+_LOOK_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,11 +238,10 @@ def _beside_aws(at: _Place, megabytes: int, pairs: int) -> Iterator[Figured]:
     aws = str(Path(sys.executable).parent / "aws")
     copying = [[aws, "s3", "cp", "--quiet", "--recursive", source, str(at.folder / "copy")]]
     copying += [[aws, "s3", "cp", "--quiet", "--recursive", str(at.folder / "copy"), at.bucket / "copy"]]
-    ours, theirs, peaks = [], [], []
+    ours, theirs = [], []
     for _ in range(pairs):
         run = measure_commands([_transform(made, source, at.bucket / "dst", "--overwrite")]).run
         ours.append(run.cpu_seconds / gib)
-        peaks.append(run.peak_bytes / MIB)
         if Path(aws).exists():
             theirs.append(sum(measure_commands([command]).run.cpu_seconds for command in copying) / gib)
     note = f"{Spread.of(ours).as_text()} CPU s a GiB read and written"
@@ -249,7 +251,35 @@ def _beside_aws(at: _Place, megabytes: int, pairs: int) -> Iterator[Figured]:
         yield Figured("objects.cpu", "client CPU, rows -> columns", figure, "times aws s3 cp", 1.1, note)
     else:
         yield Figured("objects.cpu", "client CPU, rows -> columns", Spread.of(ours).median, "s a GiB", None, note)
-    yield Figured("objects.memory", "memory of a process", max(peaks), "MiB", 128)
+    command = _transform(made, source, at.bucket / "dst", "--overwrite")
+    held = _held_bytes(command) / MIB
+    yield Figured("objects.memory", "memory of a process", held, "MiB", 128, "with what it stages, looked at often")
+
+
+def _held_bytes(command: Sequence[str]) -> int:
+    """Run a command; return the most memory that it was seen to hold, with that of files in memory.
+
+    What is written to such a file is no resident memory of the process.
+    """
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+    most = 0
+    while process.poll() is None:
+        with contextlib.suppress(OSError, psutil.Error):
+            resident = psutil.Process(process.pid).memory_info()
+            most = max(most, resident.rss - resident.shared + _staged_bytes(process.pid))
+        time.sleep(_LOOK_SECONDS)
+    if process.returncode:
+        raise CommandFailedError(f"exit code {process.returncode}", " ".join(command))
+    return most
+
+
+def _staged_bytes(pid: int) -> int:
+    found = 0
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # it is closed meanwhile
+            if str(entry.readlink()).startswith("/memfd:"):
+                found += entry.stat().st_blocks * 512
+    return found
 
 
 def _killed(at: _Place, megabytes: int, kills: int) -> Iterator[Figured]:
