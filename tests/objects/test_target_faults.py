@@ -16,7 +16,9 @@ from support.conversions import Conversion, write_conversion
 from support.examples import few
 from support.fault_proxy import (
     ACCESS_DENIED,
+    CONFLICT,
     ERROR_IN_200,
+    LASTING,
     NO_CONDITIONS,
     NO_COPIED_RANGES,
     NO_COPIES,
@@ -30,7 +32,7 @@ from support.fault_proxy import (
     Operation,
     Request,
 )
-from support.object_servers import Bucket, forget, names, objects, put, upload, uploads
+from support.object_servers import Bucket, delete, forget, names, objects, put, upload, uploads
 from support.oracle import RawLayout
 from support.processes import Finished
 
@@ -203,3 +205,37 @@ def test_an_upload_of_which_the_answer_was_lost(moto: Bucket, proxy: FaultProxy,
     proxy.spoil(Break.LOST_ANSWER, when=is_meant)
     assert sent(c, moto / "out").code == 0
     assert_whole(moto, c)
+
+
+ANY = {
+    **PASSING,
+    **LASTING,
+    "error in 200": ERROR_IN_200,
+    "no such upload": NO_SUCH_UPLOAD,
+    "conflict": CONFLICT,
+    "not implemented": NOT_IMPLEMENTED,
+}
+_OPERATIONS = [Operation.LIST, Operation.LIST_UPLOADS, Operation.HEAD, Operation.GET, Operation.PUT]
+_OPERATIONS += [Operation.CREATE_UPLOAD, Operation.PUT_PART, Operation.COMPLETE, Operation.DELETE]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", _OPERATIONS)
+@pytest.mark.parametrize("name", ANY)
+def test_requests_that_fail_once_or_for_good(
+    moto: Bucket, proxy: FaultProxy, c: Conversion, name: str, operation: Operation
+) -> None:
+    c.done("transform")
+    for skip, count in ((0, 1), (2, 1), (0, None)):
+        proxy.heal()
+        proxy.spoil(ANY[name], when=operation, skip=skip, count=count)
+        finished = sent(c, moto / "out")
+        assert finished.code in (0, 3, 4) and finished.err.count("error:") == bool(finished.code), finished
+        for target, content in objects(moto / "out").items():
+            assert target not in _TARGETS or content == (c.dst / target).read_bytes()
+        if finished.code == 0:
+            assert_whole(moto, c)
+        proxy.heal()
+        assert sent(c, moto / "out", "--resume").code == 0
+        assert_whole(moto, c)
+        delete(moto / "out")
