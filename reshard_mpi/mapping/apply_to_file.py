@@ -35,7 +35,7 @@ from reshard_mpi.mapping.optimizers import (
     settings_of_all,
     unread_in,
 )
-from reshard_mpi.mapping.rename_values import renamed, without_emptied, without_left_out
+from reshard_mpi.mapping.rename_values import home_of, renamed, without_emptied, without_left_out
 from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
 from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.mapping.selection import Selection, TargetTemplate, is_chosen
@@ -283,8 +283,7 @@ def _home(nest: str, training: Training, made: Iterable[DerivedTensor]) -> str:
     """Return what names begin with in the innermost dictionary that has all parameters of a numbered optimizer."""
     parameters = frozenset(training.parameters.values())
     names = [tensor.name for tensor in made if not parameters.isdisjoint(_sources(tensor))]
-    paths = (path for path, _ in dictionaries_in(parsed(nest).root))
-    return max((path for path in paths if all(name.startswith(path) for name in names)), key=len)
+    return home_of(names, (path for path, _ in dictionaries_in(parsed(nest).root)))
 
 
 def _names_in_target(training: Training, like: TargetTemplate | None, begin: str) -> Callable[[str], str]:

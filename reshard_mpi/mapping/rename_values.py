@@ -77,6 +77,7 @@ def renamed(
     Raises MapError if parameters are put together that an optimizer treats differently.
     """
     root, order = parsed(nest)
+    paths_before = [path for path, _ in dictionaries_in(root)]
     unknown, known = [], []
     optimizers = optimizers_of(root, training)
     for node, optimizer in optimizers:
@@ -94,7 +95,7 @@ def renamed(
         known.append((new, optimizer))
         put(node, new)
     going = [_new_begin(*each, inventory, parameters, tensors) for each in known]
-    begins = (beginning_of(each.parameters, each.path, inventory) for _, each in known)
+    begins = [beginning_of(each.parameters, each.path, inventory) for _, each in known]
     models = [None if new_begin else begin for begin, new_begin in zip(begins, going)]
     numbered = [*training.parameters.values()]
     if numbered and all(name.startswith(training.prefix) for name in numbered):
@@ -109,17 +110,27 @@ def renamed(
         _rename_modules(root, names)
         _rename_listed(root, new_names_of(step))
         _remove_emptied(root, "", names, [f"{each.path}{STATE_KEY}." for each, _ in known])
-    there = {path for path, _ in dictionaries_in(root)}
-    for new_begin in going:
-        if new_begin is not None and new_begin not in there:
+    paths = [path for path, _ in dictionaries_in(root)]
+    for (own, of_source), begin, new_begin in zip(known, begins, going):
+        were_at_root = begin is None and of_source.form is not Form.NUMBERS
+        are_at_root = (
+            were_at_root and home_of(of_source.parameters, paths_before) == "" and {*own.parameters} <= {*tensors}
+        )
+        home = new_begin or ("" if are_at_root else None)
+        if home is not None and home_of([f"{home}{name}" for name in own.parameters], paths) != home:
             raise MapError(
-                "names in an optimizer go by the dictionary of its model, and a map puts that where none can be",
-                expected="a key that nothing else in the file has",
-                got=new_begin.removesuffix("."),
+                "names in an optimizer go by the dictionary of its model, and would be those of no dictionary",
+                expected="a key for the model that nothing else in the file has",
+                got=shortened([*own.parameters]),
                 where=where,
                 remedy="give the model another key, or leave the optimizer out (--exclude)",
             )
     return NewNest(written(root, None if order is None else tensors), unknown, known, [*left_behind])
+
+
+def home_of(names: Collection[str], paths: Iterable[str]) -> str:
+    """Return what names begin with in the innermost dictionary that has all of some tensors."""
+    return max((path for path in paths if all(name.startswith(path) for name in names)), key=len, default="")
 
 
 def _new_begin(

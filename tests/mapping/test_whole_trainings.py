@@ -143,7 +143,7 @@ def test_names_in_an_optimizer_stay_where_their_model_gets_another_key(
 @pytest.mark.parametrize(
     ("equation", "problem"),
     [
-        ("net.{p*} <=> epoch.{p*}", "puts that where none can be"),  # a value has this key
+        ("net.{p*} <=> epoch.{p*}", "would be those of no dictionary"),  # a value has this key
         ("net.{p*} <=> net.deep.{p*}", "would stay as it is"),
         ("net.lm_head.{p*} <=> head.lm_head.{p*}", "would be kept of|several models"),
     ],
@@ -160,6 +160,16 @@ def test_names_in_an_optimizer_that_would_be_those_of_no_model_are_refused(
         return
     with pytest.raises(MapError, match=problem):
         converted(tmp_path, saved, map=equation, forward=True, to="torch")
+
+
+@pytest.mark.parametrize("state", [True, False])
+def test_names_at_the_root_do_not_go_into_a_dictionary_that_is_there(tmp_path: Path, state: bool) -> None:
+    """There the names would be whole, and those of tensors in the dictionary are not."""
+    saved = training(state=state)
+    saved |= {**saved.pop("model"), "ema": {"decay": 0.5}}
+    with pytest.raises(MapError, match="would be those of no dictionary"):
+        converted(tmp_path, saved, map="{p*} <=> ema.{p*}", forward=True, to="torch")
+    converted(tmp_path, saved, map="{p*} <=> body.{p*}", forward=True, to="torch")
 
 
 @pytest.mark.parametrize("model", ["", "model", "net"])
