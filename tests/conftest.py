@@ -32,6 +32,7 @@ from support.slurm import Cluster, running_cluster
 
 from reshard_mpi.cli import progress_display
 from reshard_mpi.processes.host import ONE_THREAD
+from reshard_mpi.runs import workers
 
 TESTS_FOLDER = str(Path(__file__).parent)
 RANKS_FOLDER = Path(__file__).parent / "ranks"
@@ -165,6 +166,8 @@ _SLOW_FIXTURES = {"mpi", "mpirun", "slurm", "seaweedfs", "mindspore"}
 _LONG_MODULES = {"test_wheel", "test_memory", "test_control_groups", "test_pages"}
 # Rooms whose tests that start processes have their files on the disk.
 _ON_DISK = {"engine", "filesystem", "processes", "runs", "tests"}
+# Rooms where local processes start as users' do: for their own sake, and beside threads of frameworks and servers.
+_REALLY_STARTED = {"processes", "objects", "peers"}
 # What starts a process, or has one started, by the names of the functions.
 _STARTERS = {"run_command", "measure_peak", "run_ranks", "Popen", "mpirun_command"}
 
@@ -267,6 +270,21 @@ def _one_core() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "sched_getaffinity", lambda _: {0})
         yield
+
+
+@pytest.fixture
+def fresh_workers() -> None:
+    """For a test whose local processes are started by another interpreter, as those of programs with threads are."""
+
+
+@pytest.fixture(autouse=True)
+def _forked_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Local processes are forked from the one that tests, though it has threads and has loaded HDF5.
+
+    Else another interpreter would start for each run of several, and load all anew.
+    """
+    if request.path.parent.name not in _REALLY_STARTED and "fresh_workers" not in request.fixturenames:
+        monkeypatch.setattr(workers, "_may_fork", lambda: True)
 
 
 @pytest.fixture

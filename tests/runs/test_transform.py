@@ -298,6 +298,7 @@ def test_a_worker_that_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_workers")
 def test_a_worker_that_is_killed_under_the_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     c = four_targets(tmp_path)
     doing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
