@@ -14,7 +14,7 @@ from reshard_mpi.options import EXCLUSIVE, OPTIONS
 from reshard_mpi.runs.request import Request
 
 # Options that are about a shell alone.
-_OF_A_SHELL = {"help", "report", "quiet", "verbose", "progress"}
+_OF_A_SHELL = {"help", "report", "quiet", "verbose", "progress", "s3_endpoint"}
 # Fields of a request for functions whose callers name files.
 _OF_FUNCTIONS = {"source_by_rank", "target_file", "files", "norms"}
 OF_TRANSFORM = {name: option for name, option in OPTIONS.items() if option.is_of_transform}

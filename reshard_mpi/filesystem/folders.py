@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from reshard_mpi.errors import TargetError
-from reshard_mpi.filesystem.paths import kind_of
+from reshard_mpi.filesystem.paths import is_object_path, kind_of
 from reshard_mpi.processes.host import holders_of_lock, pid_state
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -126,6 +126,13 @@ class Folder:
             return False
         return FileIdentity(status.st_dev, status.st_ino) == FileIdentity.of(fd)
 
+    def put(self, name: str, content: bytes) -> bool:
+        """Write a small file in place of whatever is there, if it appears whole by itself; tell whether that was done.
+
+        On a file system it does not.
+        """
+        return False
+
     def remove(self, name: str) -> bool:
         """Remove a file; tell whether it was there."""
         try:
@@ -189,6 +196,15 @@ class Folder:
             return OSError(error.errno, error.strerror, str(self.path / name))
         mode = os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mode
         return _in_the_way(self.path / name, kind_of(mode), purpose)
+
+
+def open_folder(path: Path) -> Folder:
+    """Open a folder that the user has named, on a file system or in an object store. Raises OSError."""
+    if not is_object_path(path):
+        return Folder.open(path)
+    from reshard_mpi.filesystem.object_folders import ObjectFolder
+
+    return ObjectFolder(path)
 
 
 def create_file(path: str, mode: int = 0o666, folder: int | None = None, called: Path | None = None) -> int:

@@ -13,7 +13,6 @@ from typing import Self
 from reshard_mpi.filesystem import object_listing, object_uploads
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.filesystem.object_store import ObjectPlace
-from reshard_mpi.filesystem.paths import is_object_path
 
 
 class ObjectFolder(Folder):
@@ -52,9 +51,9 @@ class ObjectFolder(Folder):
         object_uploads.remove(place)
         return True
 
-    def publish(self, name: str, content: bytes) -> None:
-        """Write a small object in place of whatever is there."""
+    def put(self, name: str, content: bytes) -> bool:
         object_uploads.put(ObjectPlace.of(self.path / name), content)
+        return True
 
     def remove_empty(self, name: str) -> None:
         """Do nothing: a folder in which nothing lies is not there."""
@@ -67,11 +66,6 @@ class ObjectFolder(Folder):
 
     def require_own_file(self, name: str) -> None:
         """Do nothing: objects have no owners that matter here."""
-
-
-def open_folder(path: Path) -> Folder:
-    """Open a folder that the user has named, on a file system or in an object store. Raises OSError."""
-    return ObjectFolder(path) if is_object_path(path) else Folder.open(path)
 
 
 def listed_anew(path: Path) -> ObjectFolder:

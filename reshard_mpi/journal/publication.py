@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import FileIdentity, Folder, close, closing, replaced, try_lock
-from reshard_mpi.filesystem.object_folders import ObjectFolder
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.journal.record_files import UPLOAD_ENDING
 
@@ -163,8 +162,7 @@ def publish_bytes(
     folder: Folder, name: str, content: bytes, *, synced: bool = True, modified_ns: int | None = None
 ) -> None:
     """Write a small file as `publish_text` does."""
-    if isinstance(folder, ObjectFolder):
-        folder.publish(name, content)
+    if folder.put(name, content):
         return
     with Publication(folder, name) as publication:
         with open(publication.descriptor, "wb", closefd=False) as stream:

@@ -9,8 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from reshard_mpi.errors import TargetError
-from reshard_mpi.filesystem.folders import Folder, Say, make_folders
-from reshard_mpi.filesystem.object_folders import open_folder
+from reshard_mpi.filesystem.folders import Folder, Say, make_folders, open_folder
 from reshard_mpi.filesystem.paths import described, require_replaceable
 from reshard_mpi.filesystem.source_files import is_taken
 from reshard_mpi.journal.provenance import TargetInputs

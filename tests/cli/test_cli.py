@@ -387,7 +387,7 @@ def test_help_names_every_command_and_option() -> None:
         options = {option for action in parser_of(command)._actions for option in action.option_strings}
         assert (
             options
-            == set(re.findall(r"^  (?:-., |)?(-{1,2}[a-z-]+)", text, re.MULTILINE)) | {"-h", "-q", "-v"} & options
+            == set(re.findall(r"^  (?:-., |)?(-{1,2}[a-z0-9-]+)", text, re.MULTILINE)) | {"-h", "-q", "-v"} & options
         )
 
 
@@ -402,7 +402,7 @@ def test_help_begins_with_what_must_be_given() -> None:
     for command, usage in {
         "transform": "[OPTION]... SRC DST",
         "verify": "[OPTION]... SRC [DST]",
-        "merge-strategies": "DIR OUT",
+        "merge-strategies": "[OPTION]... DIR OUT",
         "help": "[TOPIC]",
         "inspect": "[OPTION]... PATH [GLOB|OTHER|TENSOR[SLICE]]...",
     }.items():

@@ -170,6 +170,7 @@ GIVEN = (
         "--unlisted=replicate",
         "--strict",
         "--overwrite",
+        "--single-writer",
     ),
     *("--memory=64G", "--max-active=3", "--verify", "--crc", "--replicas=check", "--accumulated=mean"),
 )

@@ -142,7 +142,7 @@ def test_what_is_moved_many_at_a_time(data: st.DataObject) -> None:
             for span in data.draw(st.permutations(spans)):
                 plan, target = made.plan, made.target
                 traffic = write_shard(
-                    plan, target, descriptor, span=span, limits=limits, on_bytes=moved.append, on_final=finals
+                    plan, target, descriptor, span=span, limits=limits, on_bytes=moved.append, staging=finals
                 )
                 for name, count in traffic.overflows.items():
                     overflows[name] = overflows.get(name, 0) + count

@@ -310,7 +310,7 @@ def test_every_path_moves_the_same_bytes(
         spans = [*itertools.pairwise([0, *cuts, size_bytes])] if cuts else [None]
         finals = Finals(target.path)
         traffic = [
-            write(plan, target, span=span, limits=limits, on_bytes=moved.append, on_final=finals)
+            write(plan, target, span=span, limits=limits, on_bytes=moved.append, staging=finals)
             for span in data.draw(st.permutations(spans))
         ]
         finals.assert_each_once(target.tensors.payload_spans())

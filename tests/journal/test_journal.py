@@ -311,6 +311,7 @@ def test_a_complete_target_is_recorded_and_skipped_on_resume(tmp_path: Path) -> 
         "",
         modified_ns,
         f"{crc32(b'whole'):08x}",
+        None,
     )
     assert journal(tmp_path, resume=True).is_done(0, path)
     assert not journal(tmp_path, resume=True).is_done(1, tmp_path / "rank_1" / "net.ckpt")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 
 class Finals:
-    """Takes what `on_final` is told, with what the bytes are then: they must not change any more."""
+    """Is told of complete bytes, as a target in a store is, and keeps them: they must not change any more."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
         self.told: list[tuple[int, bytes]] = []
 
-    def __call__(self, offset: int, length_bytes: int) -> None:
+    def missing_in(self, offset: int, length_bytes: int) -> Iterator[tuple[int, int]]:
+        """Yield all: no store copies anything."""
+        yield offset, length_bytes
+
+    def final(self, offset: int, length_bytes: int) -> None:
         assert length_bytes > 0
         with self._path.open("rb") as file:
             file.seek(offset)
