@@ -246,6 +246,8 @@ def changed(place: ObjectPlace) -> DisagreementError:
 def state_of(place: ObjectPlace) -> ObjectState:
     """Return an object as it is now. Raises as `asked` does."""
     answer = asked(place, lambda store: store.head_object(Bucket=place.bucket, Key=place.key))
+    if "ETag" not in answer or "LastModified" not in answer:
+        raise _unreachable(place, "an answer without the tag of the object")
     return ObjectState.of(answer["ETag"], answer["ContentLength"], answer["LastModified"])
 
 
