@@ -82,10 +82,14 @@ class ObjectPublication(Publication):
     def __enter__(self) -> Self:
         if self._in_memory:
             self.descriptor = os.memfd_create("target")
-            return self
-        with tempfile.TemporaryFile() as file:
-            self.descriptor = os.dup(file.fileno())
+        else:
+            self.descriptor = _disk_file()
         return self
+
+    def move_to_disk(self) -> None:
+        """Have an empty file on the disk, for a target whose parts do not become complete one after another."""
+        close(self.descriptor)
+        self.descriptor = _disk_file()
 
     def __exit__(self, *_: object) -> None:
         try:
@@ -123,6 +127,11 @@ class ObjectPublication(Publication):
         state = self._parts.upload.complete(sent, only_new=self._only_new())
         self.is_published = True
         self._confirm_object(state, sample, sums, besides)
+
+
+def _disk_file() -> int:
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 class StagedParts:

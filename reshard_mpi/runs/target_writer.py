@@ -192,6 +192,8 @@ class Writer:
         plan, waited_seconds = self._plan(rank)
         self._progress.display.started(rank)
         with self._writing(rank) as publication:
+            if self._run.is_streamed:
+                self._choose_place(publication, plan)
             manifest = self._reserved(publication, plan)
             staging = self._staged(publication, plan, manifest)
             filled = fill_file(
@@ -299,6 +301,15 @@ class Writer:
         """Write all of a target but its payloads; return its manifest, with the place of each tensor."""
         shard = plan.shard._replace(with_sums=self._run.request.verify)
         return self._format.reserve(publication.descriptor, str(publication.partial), shard)
+
+    def _choose_place(self, publication: Publication, plan: RankPlan) -> None:
+        """Keep a target on the disk until it is sent if axes change places in it: all its parts are filled at once."""
+        from reshard_mpi.engine.shard_transfer import is_transposed
+        from reshard_mpi.journal.object_publication import ObjectPublication
+
+        assert isinstance(publication, ObjectPublication)
+        if any(is_transposed(group.tensor(0), self._limits) for group in plan.tensors.groups):
+            publication.move_to_disk()
 
     def _staged(self, publication: Publication, plan: RankPlan, manifest: Manifest) -> StagedParts | None:
         """Begin to send a target that is written to an object store; None for a file, or one that is read again."""
