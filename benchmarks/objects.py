@@ -208,52 +208,65 @@ def _opened(at: _Place) -> Iterator[Figured]:
 
 
 def _quarters(at: _Place, megabytes: int) -> Iterator[Figured]:
-    """Reshard rows of 2 ranks into columns of 4: each target wants a quarter of every row."""
-    made = _large(at, megabytes, 2, 4)
-    source = at.sent(made)
-    at.proxy.forget()
-    measure_commands([_transform(made, source, at.bucket / "dst")])
-    yield Figured(
-        "objects.quarters",
-        "source read, where 4 targets want a quarter each",
-        at.proxy.received_bytes / made.size_bytes,
-        "times the bytes needed",
-        1.02,
-        f"{made.size_bytes / MIB:.0f} MiB",
-    )
+    """Reshard rows of 2 ranks for 4: each target wants a quarter of the rows, then a quarter of every row."""
+    for what, axis in (("of the rows", 0), ("of every row", 1)):
+        made = _large(at, megabytes, (2, 4), axis)
+        source = at.sent(made)
+        at.proxy.forget()
+        measure_commands([_transform(made, source, at.bucket / "dst", "--overwrite", "--dtype", "bf16")])
+        yield Figured(
+            f"objects.quarters.{axis}",
+            f"source read, where 4 targets want a quarter {what} each",
+            at.proxy.received_bytes / made.size_bytes,
+            "times the bytes needed",
+            1.02,
+            f"{made.size_bytes / MIB:.0f} MiB, converted, so that the store copies nothing",
+        )
+        at.clear()
 
 
-def _large(at: _Place, megabytes: int, before: int, after: int) -> Checkpoint:
-    rows = max(16, megabytes * 1_000_000 // (8 * 4096 * ITEM_BYTES) // 16 * 16)
-    network: Shapes = {f"w{number}": (rows, 4096) for number in range(8)}
-    strategies = _rows(network, before), _rows(network, after, 1)
+def _large(at: _Place, megabytes: int, ranks: tuple[int, int], axis: int, tensors: int = 8) -> Checkpoint:
+    """Make a checkpoint that is cut along rows. axis: along which targets are cut; tensors: how many there are."""
+    rows = max(16, megabytes * 1_000_000 // (tensors * 4096 * ITEM_BYTES) // 16 * 16)
+    network: Shapes = {f"w{number}": (rows, 4096) for number in range(tensors)}
+    before, after = ranks
+    strategies = _rows(network, before), _rows(network, after, axis)
     return generate(at.folder, network, Resharding(f"{before} -> {after}", *strategies), "safetensors")
 
 
 def _beside_aws(at: _Place, megabytes: int, pairs: int) -> Iterator[Figured]:
-    """Read and write a checkpoint, rows into columns, beside `aws s3 cp` of the same there and back."""
-    made = _large(at, megabytes, 2, 2)
-    source = at.sent(made)
-    gib = math.prod((2, made.size_bytes)) / _GIB
+    """Read and write a checkpoint beside `aws s3 cp` of the same there and back.
+
+    First rows that are too short to be copied inside the store, then rows that become columns.
+    """
+    for name, what, axis, tensors in (("rows", "short rows", 0, megabytes // 4), ("cpu", "rows -> columns", 1, 8)):
+        made = _large(at, megabytes, (2, 4) if axis == 0 else (2, 2), axis, max(8, tensors))
+        source = at.sent(made)
+        gib = math.prod((2, made.size_bytes)) / _GIB
+        command = _transform(made, source, at.bucket / "dst", "--overwrite")
+        yield _cpu_beside(at, name, what, command, source, gib, pairs)
+        if axis:
+            held = _held_bytes(command) / MIB
+            yield Figured("objects.memory", "memory of a process", held, "MiB", 128, "with what it stages")
+        at.clear()
+
+
+def _cpu_beside(at: _Place, name: str, what: str, command: list[str], source: str, gib: float, pairs: int) -> Figured:
+    """Compare CPU time with `aws s3 cp`. gib: how much is read and written."""
     aws = str(Path(sys.executable).parent / "aws")
     copying = [[aws, "s3", "cp", "--quiet", "--recursive", source, str(at.folder / "copy")]]
     copying += [[aws, "s3", "cp", "--quiet", "--recursive", str(at.folder / "copy"), at.bucket / "copy"]]
     ours, theirs = [], []
     for _ in range(pairs):
-        run = measure_commands([_transform(made, source, at.bucket / "dst", "--overwrite")]).run
-        ours.append(run.cpu_seconds / gib)
+        ours.append(measure_commands([command]).run.cpu_seconds / gib)
         if Path(aws).exists():
-            theirs.append(sum(measure_commands([command]).run.cpu_seconds for command in copying) / gib)
+            theirs.append(sum(measure_commands([words]).run.cpu_seconds for words in copying) / gib)
     note = f"{Spread.of(ours).as_text()} CPU s a GiB read and written"
-    if theirs:
-        note += f", aws s3 cp {Spread.of(theirs).as_text()}"
-        figure = Spread.of(one / other for one, other in zip(ours, theirs)).median
-        yield Figured("objects.cpu", "client CPU, rows -> columns", figure, "times aws s3 cp", 1.1, note)
-    else:
-        yield Figured("objects.cpu", "client CPU, rows -> columns", Spread.of(ours).median, "s a GiB", None, note)
-    command = _transform(made, source, at.bucket / "dst", "--overwrite")
-    held = _held_bytes(command) / MIB
-    yield Figured("objects.memory", "memory of a process", held, "MiB", 128, "with what it stages, looked at often")
+    if not theirs:
+        return Figured(f"objects.cpu.{name}", f"client CPU, {what}", Spread.of(ours).median, "s a GiB", None, note)
+    note += f", aws s3 cp {Spread.of(theirs).as_text()}"
+    ratio = Spread.of(one / other for one, other in zip(ours, theirs)).median
+    return Figured(f"objects.cpu.{name}", f"client CPU, {what}", ratio, "times aws s3 cp", 1.1, note)
 
 
 def _held_bytes(command: Sequence[str]) -> int:
@@ -286,7 +299,7 @@ def _killed(at: _Place, megabytes: int, kills: int) -> Iterator[Figured]:
     """Kill a run at random instants, and run it again with --resume."""
     from support.object_servers import delete, objects, uploads
 
-    made = _large(at, min(megabytes, 256), 2, 2)
+    made = _large(at, min(megabytes, 256), (2, 2), 1)
     target = at.bucket / "dst"
     command = _transform(made, at.sent(made), target)
 

@@ -175,13 +175,16 @@ _STARTERS = {"run_command", "measure_peak", "run_ranks", "Popen", "mpirun_comman
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in this hook too
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     lacking = [peer for peer in _PEERS if importlib.util.find_spec(peer) is None]
-    no_browser = browser.missing()
+    no_browser, no_store = browser.missing(), object_servers.missing_for_seaweedfs()
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         if _is_slow(item, marks):
             item.add_marker(pytest.mark.slow)
-        if not {"seaweedfs", "seaweedfs_server"}.isdisjoint(_stores_of(item)):
-            item.add_marker(pytest.mark.seaweedfs)
+            marks.add("slow")
+        asks_for_store = not {"seaweedfs", "seaweedfs_server"}.isdisjoint(_stores_of(item))
+        if asks_for_store or "stores" in marks or (item.path.parent.name == "objects" and "slow" in marks):
+            item.add_marker(pytest.mark.stores)
+            item.add_marker(pytest.mark.skipif(bool(no_store), reason=no_store))
         for peer in marks.intersection(lacking):
             item.add_marker(pytest.mark.skip(reason=f"{peer} is not installed"))
         if no_browser and "browser" in marks:
@@ -329,6 +332,15 @@ def slurm() -> Iterator[Cluster]:
     """A SLURM cluster of two nodes, started when the first test asks for it."""
     with running_cluster() as cluster:
         yield cluster
+
+
+@pytest.fixture(autouse=True)
+def _as_without_stores(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Keep what tests of object storage have loaded out of the memory that is reckoned for others."""
+    loaded = None if request.path.parent.name in ("objects", "filesystem") else sys.modules.pop("botocore", None)
+    yield
+    if loaded is not None:
+        sys.modules["botocore"] = loaded
 
 
 @pytest.fixture(scope="session")

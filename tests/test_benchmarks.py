@@ -99,6 +99,7 @@ class TestCommands:
         assert set(rows) == keys("startup.")
         assert all(row["skipped"] is None for row in rows.values())
 
+    @pytest.mark.stores
     def test_objects(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if object_servers.missing_for_seaweedfs():
             pytest.skip("SeaweedFS is not installed")

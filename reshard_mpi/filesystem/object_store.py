@@ -12,7 +12,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -232,6 +232,13 @@ def _unreachable(place: ObjectPlace, got: str) -> StoreUnreachableError:
     )
 
 
+def tag_in(answer: Mapping[str, Any], place: ObjectPlace) -> str:
+    """Return the tag in an answer about what was written. Raises StoreUnreachableError if there is none."""
+    if "ETag" not in answer:
+        raise _unreachable(place, "an answer without the tag of what was written")
+    return str(answer["ETag"])
+
+
 def changed(place: ObjectPlace) -> DisagreementError:
     """Return the error for an object that has been replaced since it was first looked at."""
     return DisagreementError(
@@ -318,6 +325,8 @@ def _pieces(place: ObjectPlace, state: ObjectState, offset: int, buffer: memoryv
         ),
     )
     with answer["Body"] as body:
+        if "ETag" not in answer:
+            raise ConnectionError("an answer that does not say which object it is of")
         if answer["ETag"].strip('"') != state.tag:
             raise changed(place)
         if answer.get("ContentRange") != f"bytes {offset}-{last}/{state.size_bytes}":

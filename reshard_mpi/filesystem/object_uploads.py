@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from reshard_mpi.errors import StoreError, StoreUnreachableError, TargetError
 from reshard_mpi.filesystem import object_listing
-from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, asked, changed, client, state_of
+from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, asked, changed, client, state_of, tag_in
 
 _TAKEN = ("PreconditionFailed", "412", "ConditionalRequestConflict", "409")
 _UNKNOWN = ("NotImplemented", "InvalidArgument", "InvalidRequest", "NotSupported")
@@ -79,7 +79,9 @@ def put(
     if answer is None:
         return None
     date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")  # which something on the way may leave out
-    state = ObjectState.of(answer["ETag"], len(content), parsedate_to_datetime(date)) if date else state_of(place)
+    state = (
+        ObjectState.of(tag_in(answer, place), len(content), parsedate_to_datetime(date)) if date else state_of(place)
+    )
     object_listing.add(place, state)
     return state
 
@@ -242,7 +244,7 @@ class Upload:
                 **checksum,
             )
         )
-        return SentPart(number, answer["ETag"], content.length_bytes, crc)
+        return SentPart(number, tag_in(answer, self.place), content.length_bytes, crc)
 
     def parts(self) -> list[SentPart]:
         """Return the parts that the store has, by their numbers; none if the upload is gone.
