@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from botocore.retries.standard import ExponentialBackoff
 from support.cases import Side
 from support.conversions import Conversion, write_conversion
 from support.examples import few
@@ -37,6 +36,8 @@ from support.oracle import RawLayout
 from support.processes import Finished
 
 from reshard_mpi.filesystem import object_store, object_uploads
+
+ExponentialBackoff = pytest.importorskip("botocore.retries.standard").ExponentialBackoff
 
 _STATE = [f".reshard_mpi/{name}.json" for name in ("committed", "rank_0", "rank_1", "run", "strategy")]
 _TARGETS = ["rank_0/checkpoint_0.ckpt", "rank_1/checkpoint_1.ckpt"]
