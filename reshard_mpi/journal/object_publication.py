@@ -21,7 +21,7 @@ from typing import Self
 
 from reshard_mpi.errors import StoreError, StoreUnreachableError, TransformError
 from reshard_mpi.filesystem import object_listing
-from reshard_mpi.filesystem.folders import FileIdentity, close
+from reshard_mpi.filesystem.folders import close
 from reshard_mpi.filesystem.object_parts import SENT_BYTES, CopiedRun, PlannedPart, plan_parts
 from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, read_range
 from reshard_mpi.filesystem.object_uploads import FilePart, SentPart, Upload, wants_uniform_parts
@@ -74,10 +74,6 @@ class ObjectPublication(Publication):
     @property
     def partial(self) -> Path:
         return Path(f"/proc/self/fd/{self.descriptor}")
-
-    @property
-    def identity(self) -> FileIdentity:
-        return FileIdentity.of(self.descriptor)
 
     def __enter__(self) -> Self:
         if self._in_memory:
@@ -168,10 +164,7 @@ class StagedParts:
         }
         self._is_elsewhere = [bool(part.path) or number in earlier for number, part in enumerate(self._planned)]
         self.copied_bytes = sum(part.length_bytes for part in self._planned if part.path)
-        self._missing = [
-            0 if is_elsewhere else sum(end - start for start, end in self._payloads_in(part))
-            for part, is_elsewhere in zip(self._planned, self._is_elsewhere)
-        ]
+        self._missing = [sum(end - start for start, end in self._payloads_in(part)) for part in self._planned]
         self._memory = mmap.mmap(descriptor, self._size_bytes) if payloads and self._size_bytes else None
         self._pool, self._copying = ThreadPoolExecutor(_UNDER_WAY), ThreadPoolExecutor(_UNDER_WAY)
         self._queue: deque[Future[SentPart]] = deque()
@@ -190,15 +183,19 @@ class StagedParts:
             self._memory.close()
 
     def final(self, offset: int, length_bytes: int) -> None:
-        """Take note that bytes of payloads are complete; send the parts that are. Raises what sending raises."""
+        """Take note that bytes of payloads are complete; send the parts that are. Raises what sending raises.
+
+        Where the engine has put together a part that the store has, nothing is sent.
+        """
         end, number = offset + length_bytes, bisect_right(self._starts, offset) - 1
         while offset < end:
             part = self._planned[number]
             stop = min(end, part.start + part.length_bytes)
-            if not self._is_elsewhere[number]:
-                self._missing[number] -= stop - offset
-                if self._missing[number] == 0:
-                    self._send(number)
+            self._missing[number] -= stop - offset
+            if self._missing[number] == 0 and self._is_elsewhere[number]:
+                self._give_back(part)
+            elif self._missing[number] == 0:
+                self._send(number)
             offset = stop
             number += 1
 
@@ -224,7 +221,8 @@ class StagedParts:
 
     def finish(self) -> list[SentPart]:
         """Send all that has not been sent; return the parts. Raises TransformError if bytes have not come."""
-        incomplete = next((number for number, missing in enumerate(self._missing) if missing), None)
+        unsent = (number for number, is_elsewhere in enumerate(self._is_elsewhere) if not is_elsewhere)
+        incomplete = next((number for number in unsent if self._missing[number]), None)
         if incomplete is not None:
             raise TransformError(
                 "a target was not filled as it was planned",
