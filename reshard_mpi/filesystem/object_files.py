@@ -140,13 +140,13 @@ class ObjectFile(SourceFile):
             return b""
         if end - offset > _MOST_KEPT_BYTES:
             buffer = bytearray(end - offset)
-            self._fetch(offset, memoryview(buffer))
+            self._fill(offset, memoryview(buffer))
             return bytes(buffer)
         kept = _KEPT.of(self._place, self._state)
         content = kept.content(offset, end)
         if len(content) == end - offset:
             return content
-        ((begin, fetched),) = self._fetched([self._grain(offset + len(content), end)])
+        ((begin, fetched),) = self._fetch_ranges([self._grain(offset + len(content), end)])
         kept.add(begin, fetched)
         return content + fetched[offset + len(content) - begin : end - begin]
 
@@ -171,7 +171,7 @@ class ObjectFile(SourceFile):
             if size_bytes > _MOST_FORESEEN_BYTES:
                 break
         try:
-            for begin, content in self._fetched(missing):
+            for begin, content in self._fetch_ranges(missing):
                 kept.add(begin, content)
         except OSError as error:
             raise self._unreadable(error, missing[0][0]) from error
@@ -184,7 +184,7 @@ class ObjectFile(SourceFile):
             return min(offset, max(self.size_bytes - _TAIL_BYTES, 0)), self.size_bytes
         return offset, min(max(end, offset + _GRAIN_BYTES), self.size_bytes)
 
-    def _fetched(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, bytes]]:
+    def _fetch_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, bytes]]:
         """Fetch ranges, several at a time; return where each begins, and its bytes."""
 
         def fetched(span: tuple[int, int]) -> tuple[int, bytes]:
@@ -232,15 +232,15 @@ class ObjectFile(SourceFile):
         self._recent_start, self._recent = offset + len(buffer), memoryview(b"")
         if is_next and len(buffer) < self._recent_bytes:
             block = memoryview(bytearray(min(self._recent_bytes, self.size_bytes - offset)))
-            self._fetch(offset, block)
+            self._fill(offset, block)
             buffer[:] = block[: len(buffer)]
             self._recent_start, self._recent = offset, block
         elif len(buffer) <= _GRAIN_BYTES:
             buffer[:] = self.read(offset, len(buffer))
         else:
-            self._fetch(offset, buffer)
+            self._fill(offset, buffer)
 
-    def _fetch(self, offset: int, buffer: memoryview) -> None:
+    def _fill(self, offset: int, buffer: memoryview) -> None:
         """Fill a long buffer from the store, several blocks at a time."""
         if len(buffer) <= BLOCK_BYTES:
             read_range(self._place, self._state, offset, buffer)

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Self
 
-from reshard_mpi.filesystem import object_listing, object_uploads
+from reshard_mpi.filesystem import object_listing, object_writes
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.filesystem.object_store import ObjectPlace
 
@@ -48,11 +48,11 @@ class ObjectFolder(Folder):
         place = ObjectPlace.of(self.path / name)
         if object_listing.state_of(place) is None:
             return False
-        object_uploads.remove(place)
+        object_writes.remove(place)
         return True
 
     def put(self, name: str, content: bytes) -> bool:
-        object_uploads.put(ObjectPlace.of(self.path / name), content)
+        object_writes.put(ObjectPlace.of(self.path / name), content)
         return True
 
     def remove_empty(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Answer what lies where in an object store, as if prefixes were folders (`kind_of`, `children`, `state_of`).
+"""Answer what lies where in an object store, as if prefixes were folders (`children`, `state_of`, `is_folder`).
 
 A folder that is asked about is listed with all that lies below it, once for a command, and told to the other processes
 of a run (`known`, `learn`): thousands of processes that list at once are refused by a store, and an answer that is
@@ -65,18 +65,8 @@ def forget_below(place: ObjectPlace) -> None:
                     part.discard(other) if isinstance(part, set) else part.pop(other)
 
 
-def add(place: ObjectPlace, state: ObjectState) -> None:
-    """Take note of an object that this process has written."""
-    _note(place, state)
-
-
-def take_away(place: ObjectPlace) -> None:
-    """Take note that this process has removed an object."""
-    _note(place, None)
-
-
-def _note(place: ObjectPlace, state: ObjectState | None) -> None:
-    """Change the listings of the folders that an object lies in."""
+def note(place: ObjectPlace, state: ObjectState | None) -> None:
+    """Change the listings of the folders that an object lies in, which this process has written, or removed (None)."""
     with _LISTINGS.lock:
         _LISTINGS.known.objects.pop(place, None)
         known = _LISTINGS.known.folders

@@ -165,7 +165,8 @@ def _new_client() -> Any:
     except PartialCredentialsError as error:
         raise _without_credentials(error, "") from error
     except (BotoCoreError, ValueError) as error:
-        raise StoreError("the object store cannot be asked", got=str(error), remedy=_SETTINGS) from error
+        problem, expected = "the object store cannot be asked", "settings that botocore understands"
+        raise StoreError(problem, expected=expected, got=str(error), remedy=_SETTINGS) from error
 
 
 _SETTINGS = "check AWS_PROFILE, AWS_DEFAULT_REGION and AWS_ENDPOINT_URL (or --s3-endpoint), and ~/.aws/config"
@@ -196,15 +197,20 @@ def asked(place: ObjectPlace, request: Callable[[Any], T]) -> T:
         raise _without_credentials(error, str(place)) from error
     except ParamValidationError as error:
         remedy = "check the name of the bucket, and the prefix"
-        got = str(error).splitlines()[-1]
-        raise StoreError("the store can have no such object", got=got, where=str(place), remedy=remedy) from error
+        problem, expected, got = (
+            "the store can have no such object",
+            "names that S3 allows",
+            str(error).splitlines()[-1],
+        )
+        raise StoreError(problem, expected=expected, got=got, where=str(place), remedy=remedy) from error
     except BotoCoreError as error:
         raise _unreachable(place, str(error)) from error
 
 
 def _without_credentials(error: Exception, where: str) -> StoreError:
     remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; aws configure writes a profile"
-    return StoreError("there are no credentials for the store", got=str(error), where=where, remedy=remedy)
+    problem, expected = "there are no credentials for the store", "a pair of keys, a profile, or a role of this machine"
+    return StoreError(problem, expected=expected, got=str(error), where=where, remedy=remedy)
 
 
 def _refused(place: ObjectPlace, response: dict[str, Any]) -> Exception:
@@ -219,7 +225,8 @@ def _refused(place: ObjectPlace, response: dict[str, Any]) -> Exception:
     if code in _TEMPORARY or ((status or 0) >= 500 and status != HTTPStatus.NOT_IMPLEMENTED):
         return _unreachable(place, got)
     remedy = "check the credentials and their time" if code in _CREDENTIALS else _REMEDIES.get(code, _SETTINGS)
-    return StoreError("the object store refused", got=got, where=str(place), remedy=remedy)
+    expected = "a request that it allows"
+    return StoreError("the object store refused", expected=expected, got=got, where=str(place), remedy=remedy)
 
 
 def _unreachable(place: ObjectPlace, got: str) -> StoreUnreachableError:
@@ -306,7 +313,7 @@ def read_range(place: ObjectPlace, state: ObjectState, offset: int, buffer: memo
         try:
             for count in _pieces(place, state, offset + done, buffer[done:]):
                 done += count
-        except StoreUnreachableError:
+        except FileNotFoundError:
             raise
         except _broken_answers() as error:
             problem = f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Write objects: small ones at once, on conditions (`put`), large ones by parts (`Upload`); remove them (`remove`).
+"""Send large objects in parts (`Upload`), and find uploads that were not completed (`unfinished`).
 
 An object appears whole, when its upload is completed, or not at all. Every part has a checksum that the store holds it
 against: CRC-32, and one of the whole object, where the store knows that (Amazon S3, "Checking object integrity":
@@ -11,12 +11,10 @@ import base64
 import contextlib
 import errno
 import hashlib
-import io
 import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -24,9 +22,9 @@ from urllib.parse import urlsplit
 from reshard_mpi.errors import StoreError, StoreUnreachableError, TargetError
 from reshard_mpi.filesystem import object_listing
 from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, asked, changed, client, state_of, tag_in
+from reshard_mpi.filesystem.object_writes import NOT_MET, metadata_of, remove
+from reshard_mpi.filesystem.source_files import FileStream, SourceFile
 
-_TAKEN = ("PreconditionFailed", "412", "ConditionalRequestConflict", "409")
-_UNKNOWN = ("NotImplemented", "InvalidArgument", "InvalidRequest", "NotSupported")
 _GONE = "NoSuchUpload"
 _UNIFORM_STORE = ".r2.cloudflarestorage.com"
 _TOKEN = "reshard-upload"
@@ -50,68 +48,6 @@ class UnfinishedUpload(NamedTuple):
     key: str
     upload_id: str
     begun_ns: int
-
-
-def put(
-    place: ObjectPlace, content: bytes, *, only_new: bool = False, instead_of: ObjectState | None = None
-) -> ObjectState | None:
-    """Write a small object; return it, or None if a condition is not met. Raises as `object_store.asked` does.
-
-    Args:
-        only_new: on the condition that there is no object of the name.
-        instead_of: on the condition that this object lies there.
-    """
-    from botocore.exceptions import ClientError
-
-    conditions = {"IfNoneMatch": "*"} if only_new else {} if instead_of is None else {"IfMatch": f'"{instead_of.tag}"'}
-
-    def request(store: Any) -> Any:
-        try:
-            return store.put_object(
-                Bucket=place.bucket, Key=place.key, Body=content, ContentMD5=_md5(content), **conditions
-            )
-        except ClientError as error:
-            if conditions and error.response.get("Error", {}).get("Code") in _TAKEN:
-                return None
-            raise
-
-    answer = asked(place, request)
-    if answer is None:
-        return None
-    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")  # which something on the way may leave out
-    state = (
-        ObjectState.of(tag_in(answer, place), len(content), parsedate_to_datetime(date)) if date else state_of(place)
-    )
-    object_listing.add(place, state)
-    return state
-
-
-def is_kept(place: ObjectPlace, content: bytes) -> bool:
-    """Write an object on the condition that there is none; tell whether there is one, which the store has kept.
-
-    False also for a store that knows no such condition. Raises as `object_store.asked` does.
-    """
-    from botocore.exceptions import ClientError
-
-    try:
-        return put(place, content, only_new=True) is None
-    except StoreError as error:
-        refusal = error.__cause__
-        if isinstance(refusal, ClientError) and refusal.response.get("Error", {}).get("Code") in _UNKNOWN:
-            return False
-        raise
-
-
-def remove(place: ObjectPlace) -> None:
-    """Remove an object, if it is there. Raises as `object_store.asked` does."""
-    asked(place, lambda store: store.delete_object(Bucket=place.bucket, Key=place.key))
-    object_listing.take_away(place)
-
-
-def metadata_of(place: ObjectPlace) -> Mapping[str, str]:
-    """Return what an object's writer has said of it, by lower-case names. Raises as `object_store.asked` does."""
-    answer = asked(place, lambda store: store.head_object(Bucket=place.bucket, Key=place.key))
-    return {name.lower(): str(value) for name, value in answer.get("Metadata", {}).items()}
 
 
 def unfinished(place: ObjectPlace) -> list[UnfinishedUpload]:
@@ -151,32 +87,11 @@ def wants_uniform_parts() -> bool:
     return endpoint.endswith(_UNIFORM_STORE)
 
 
-class FilePart(io.RawIOBase):
-    """A part of a file as a stream of its own, which is read while it is sent: no copy of it lies in memory."""
+class FilePart(FileStream):
+    """A part of a file that is read while it is sent: no copy of it lies in memory."""
 
     def __init__(self, descriptor: int, start: int, length_bytes: int) -> None:
-        super().__init__()
-        self.length_bytes = length_bytes
-        self._descriptor = descriptor
-        self._start = start
-        self._offset = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._offset, os.SEEK_END: self.length_bytes}[whence]
-        self._offset = base + offset
-        return self._offset
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self.length_bytes - self._offset)]
-        count = os.preadv(self._descriptor, [view], self._start + self._offset) if view else 0
-        self._offset += count
-        return count
+        super().__init__(SourceFile(f"/proc/self/fd/{descriptor}", descriptor), start, length_bytes)
 
     def sums(self, *, with_md5: bool) -> tuple[int, str]:
         """Return the CRC-32 of all, and the MD5 in base64; empty if it is not asked for. Raises OSError."""
@@ -207,6 +122,7 @@ class Upload:
         self.upload_id = upload_id
         self.token = token
         self.has_crc = has_crc
+        self._named = {"Bucket": place.bucket, "Key": place.key, "UploadId": upload_id}
 
     @classmethod
     def begin(cls, place: ObjectPlace, metadata: Mapping[str, str]) -> Upload:
@@ -235,14 +151,7 @@ class Upload:
         crc, md5 = content.sums(with_md5=not self.has_crc)
         checksum = {"ContentMD5": md5} if md5 else {"ChecksumCRC32": _base64(crc)}
         answer = self._asked(
-            lambda store: store.upload_part(
-                Bucket=self.place.bucket,
-                Key=self.place.key,
-                UploadId=self.upload_id,
-                PartNumber=number,
-                Body=content,
-                **checksum,
-            )
+            lambda store: store.upload_part(**self._named, PartNumber=number, Body=content, **checksum)
         )
         return SentPart(number, tag_in(answer, self.place), content.length_bytes, crc)
 
@@ -266,7 +175,7 @@ class Upload:
             marks = {"PartNumberMarker": answer["NextPartNumberMarker"]}
 
     def _list_parts(self, marks: dict[str, int], store: Any) -> Any:
-        return store.list_parts(Bucket=self.place.bucket, Key=self.place.key, UploadId=self.upload_id, **marks)
+        return store.list_parts(**self._named, **marks)
 
     def copy(self, number: int, source: ObjectPlace, state: ObjectState, offset: int, length_bytes: int) -> SentPart:
         """Have the store copy a range of another object into a part.
@@ -276,9 +185,7 @@ class Upload:
         """
         answer = self._asked(
             lambda store: store.upload_part_copy(
-                Bucket=self.place.bucket,
-                Key=self.place.key,
-                UploadId=self.upload_id,
+                **self._named,
                 PartNumber=number,
                 CopySource={"Bucket": source.bucket, "Key": source.key},
                 CopySourceRange=f"bytes={offset}-{offset + length_bytes - 1}",
@@ -314,12 +221,7 @@ class Upload:
         try:
             self._asked(
                 lambda store: store.complete_multipart_upload(
-                    Bucket=self.place.bucket,
-                    Key=self.place.key,
-                    UploadId=self.upload_id,
-                    MultipartUpload={"Parts": listed},
-                    **whole,
-                    **condition,
+                    **self._named, MultipartUpload={"Parts": listed}, **whole, **condition
                 )
             )
         except (StoreError, TargetError):
@@ -330,7 +232,7 @@ class Upload:
         size_bytes = sum(part.length_bytes for part in parts)
         if state.size_bytes != size_bytes or not self._is_in_place():
             raise _taken(self.place, f"an object of {state.size_bytes} bytes, where {size_bytes} were sent")
-        object_listing.add(self.place, state)
+        object_listing.note(self.place, state)
         return state
 
     def abort(self) -> None:
@@ -354,9 +256,9 @@ class Upload:
                 code = error.response.get("Error", {}).get("Code")
                 if code == _GONE:
                     raise _aborted(self.place) from error
-                if code in _TAKEN and source is not None:
+                if code in NOT_MET and source is not None:
                     raise changed(source) from error
-                if code in _TAKEN:
+                if code in NOT_MET:
                     raise _taken(self.place, "an object that somebody has put there meanwhile") from error
                 raise
 
@@ -441,10 +343,6 @@ def remove_trials(place: ObjectPlace, unfinished: Sequence[UnfinishedUpload]) ->
         for name in list(object_listing.children(place._replace(key=above))):
             if is_trial(f"{above}{slash}{name}"):
                 remove(place._replace(key=f"{above}{slash}{name}"))
-
-
-def _md5(content: bytes) -> str:
-    return base64.b64encode(hashlib.md5(content, usedforsecurity=False).digest()).decode()
 
 
 def _base64(crc: int) -> str:

@@ -195,15 +195,22 @@ def open_stream(path: StrPath) -> BinaryIO:
     """Open a file as a stream, for what reads those. Raises as `open_file` does."""
     if not is_object_path(path):
         return open(path, "rb")
-    return cast(BinaryIO, io.BufferedReader(_FileStream(open_file(os.fspath(path))), _STREAM_BYTES))
+    return cast(BinaryIO, io.BufferedReader(FileStream(open_file(os.fspath(path))), _STREAM_BYTES))
 
 
-class _FileStream(io.RawIOBase):
-    """A file as a stream of bytes that can be read from any place."""
+class FileStream(io.RawIOBase):
+    """A file, or a range of one, as a stream of bytes that can be read from any place.
 
-    def __init__(self, file: SourceFile) -> None:
+    Attributes:
+        length_bytes: how many there are.
+    """
+
+    def __init__(self, file: SourceFile, start: int = 0, length_bytes: int | None = None) -> None:
+        """start, length_bytes: the range; without a length it goes on to the end of the file."""
         super().__init__()
+        self.length_bytes = file.size_bytes - start if length_bytes is None else length_bytes
         self._file = file
+        self._start = start
         self._offset = 0
 
     def readable(self) -> bool:
@@ -213,13 +220,13 @@ class _FileStream(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._offset, os.SEEK_END: self._file.size_bytes}[whence]
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._offset, os.SEEK_END: self.length_bytes}[whence]
         self._offset = base + offset
         return self._offset
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        content = self._file.read(self._offset, len(view))
+        content = self._file.read(self._start + self._offset, max(0, min(len(view), self.length_bytes - self._offset)))
         view[: len(content)] = content
         self._offset += len(content)
         return len(content)

@@ -3,8 +3,8 @@
 A store has no locks, and needs none: targets are determined by the run, objects appear whole, and `run.json` is
 written on the condition that there is none, or that it is the one that was read. Whoever begins a target aborts all
 other uploads of its name, so a writer that was stopped meanwhile ends; with `--resume` the one that a process of the
-run has left behind goes on. A target is recorded when it is in place; one
-whose writer has died in between says itself which run it is of, and is made again.
+run has left behind goes on. A target is recorded when it is in place; one whose writer has died in between says itself
+which run it is of, and is made again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from reshard_mpi.errors import TargetError
-from reshard_mpi.filesystem import object_listing, object_uploads
+from reshard_mpi.filesystem import object_listing, object_uploads, object_writes
 from reshard_mpi.filesystem.folders import Say
 from reshard_mpi.filesystem.object_folders import ObjectFolder
 from reshard_mpi.filesystem.object_parts import PlannedPart
@@ -47,7 +47,7 @@ from reshard_mpi.journal.target_folders import uncommit
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.journal.target_records import TargetRecord, TensorSum
 
-# The names of what an object says of itself: which run has made it.
+# The name under which an object says, in its metadata, which run has made it.
 _RUN = "reshard-run"
 _MOST_KEY_BYTES = 1024  # Amazon S3, "Naming Amazon S3 objects"
 
@@ -134,7 +134,7 @@ class ObjectJournal(Journal):
                 uncommit(folder, (*leftover_index(self.folder, self.identity), *self._index_files))
                 self._remove_leftovers()
             if earlier is not None or self._is_single_writer:
-                object_uploads.put(place, content, instead_of=None if self._is_single_writer else earlier)
+                object_writes.put(place, content, instead_of=None if self._is_single_writer else earlier)
         if self._strategy is not None and strategy_of_run(self.folder, self.identity.digest) is None:
             keep_strategy(state, self.identity.digest, self._strategy())
         self.check()
@@ -161,7 +161,7 @@ class ObjectJournal(Journal):
             for rank in recorded_ranks(self._state):
                 records.remove(record_path(self._state, rank).name)
         for file, rank in leftovers(self.folder, self.identity).items():
-            object_uploads.remove(ObjectPlace.of(self.folder / file))
+            object_writes.remove(ObjectPlace.of(self.folder / file))
             records.remove(record_path(self._state, rank).name)
 
     def _require_conditions(self, place: ObjectPlace, content: bytes, earlier: ObjectState | None) -> None:
@@ -176,11 +176,11 @@ class ObjectJournal(Journal):
         """
         if earlier is not None:
             content = first_bytes(run_path(self._state), earlier.size_bytes)
-            keeps = object_uploads.is_kept(place, content)
+            keeps = object_writes.is_kept(place, content)
         else:  # if another process was quicker, the store has told so
-            keeps = object_uploads.is_kept(place, content) or object_uploads.is_kept(place, content)
+            keeps = object_writes.is_kept(place, content) or object_writes.is_kept(place, content)
         if earlier is None and not keeps:
-            object_uploads.remove(place)
+            object_writes.remove(place)
         if not keeps:
             raise TargetError(
                 "the store does not keep conditions, by which processes know of each other",
@@ -250,7 +250,7 @@ class ObjectJournal(Journal):
             return upload, there
         upload = upload or Upload.begin(place, {_RUN: self.identity.digest})
         facts = {"id": upload.upload_id, "token": upload.token, "crc": upload.has_crc, "digest": digest}
-        object_uploads.put(ObjectPlace.of(upload_path(self._state, target_rank)), json.dumps(facts).encode())
+        object_writes.put(ObjectPlace.of(upload_path(self._state, target_rank)), json.dumps(facts).encode())
         return upload, ()
 
     def _confirm_object(
@@ -278,7 +278,7 @@ class ObjectJournal(Journal):
         folder.remove(upload_path(self._state, target_rank).name)
 
     def _require_known(self, target_rank: int, path: Path) -> None:
-        said = object_uploads.metadata_of(ObjectPlace.of(path))
+        said = object_writes.metadata_of(ObjectPlace.of(path))
         if said.get(_RUN) != self.identity.digest:  # else its writer has died before it was recorded
             require_own_target(ObjectFolder(self._state), self.folder, target_rank, path)
 

@@ -160,6 +160,16 @@ def test_an_object_that_is_removed_under_way(
     assert shards(tmp_path / "out").items() <= {**shards(c.dst), "rank_0": None, "rank_1": None}.items()
 
 
+def test_an_object_that_is_gone_is_asked_for_once(moto: Bucket, proxy: FaultProxy) -> None:
+    put(moto / "gone", b"content")
+    place = object_store.ObjectPlace.of(moto / "gone")
+    state = object_store.state_of(place)
+    delete(moto / "gone")
+    with pytest.raises(FileNotFoundError):
+        object_store.read_range(place, state, 0, memoryview(bytearray(4)))
+    assert proxy.counts[GET] == 1
+
+
 @pytest.mark.parametrize("names", [("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), ("AWS_SECRET_ACCESS_KEY",)])
 def test_no_credentials(
     moto: Bucket, c: Conversion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
