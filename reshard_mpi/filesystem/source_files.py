@@ -13,7 +13,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, NamedTuple, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.paths import is_object_path
@@ -191,11 +191,14 @@ def open_file(path: str) -> SourceFile:
         raise
 
 
-def open_stream(path: StrPath) -> BinaryIO:
+def open_stream(path: StrPath) -> io.BufferedReader:
     """Open a file as a stream, for what reads those. Raises as `open_file` does."""
-    if not is_object_path(path):
-        return open(path, "rb")
-    return cast(BinaryIO, io.BufferedReader(FileStream(open_file(os.fspath(path))), _STREAM_BYTES))
+    return stream_of(open_file(os.fspath(path))) if is_object_path(path) else open(path, "rb")
+
+
+def stream_of(file: SourceFile) -> io.BufferedReader:
+    """Return an open file as a stream; closing that leaves the file open."""
+    return io.BufferedReader(FileStream(file), _STREAM_BYTES)
 
 
 class FileStream(io.RawIOBase):

@@ -344,6 +344,7 @@ def unregister(name: str) -> None:
     del _registered()[name]
 
 
+# By the name of their entry point, why formats of installed packages are left out.
 _left_out: dict[str, UsageError] = {}
 
 

@@ -39,7 +39,6 @@ from reshard_mpi.journal.target_records import RecordHead, TargetRecord
 NOT_WRITTEN = "has not been written"
 OF_ANOTHER_RUN = "is of another run"
 _MOST_NOTE_BYTES = 64
-_BLOCK_BYTES = 1 << 20
 _MOST_OF_POINTER = 4096  # bytes, more than the name of a folder has
 _ELSEWHERE = "choose another target folder, or remove the file if nobody needs it"
 
@@ -268,11 +267,8 @@ def _names_folder(pointer: Path) -> bool:
 def _digest(path: Path) -> str | None:
     """Return the SHA-256 of a file; None if it cannot be read."""
     try:
-        digest = hashlib.sha256()
         with open_stream(path) as file:
-            while block := file.read(_BLOCK_BYTES):
-                digest.update(block)
-        return digest.hexdigest()
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError:
         return None
 

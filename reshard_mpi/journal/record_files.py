@@ -15,7 +15,7 @@ from zlib import crc32
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.paths import is_object_path
-from reshard_mpi.filesystem.source_files import FileVersion, names, open_file, open_stream
+from reshard_mpi.filesystem.source_files import FileVersion, names, open_file, stream_of
 from reshard_mpi.text import format_bytes
 
 STATE = ".reshard_mpi"
@@ -218,7 +218,7 @@ def opened_record(path: Path, *, follow_link: bool = False) -> Iterator[tuple[Bi
         return os.open(path, flags | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW))
 
     if is_object_path(path):
-        with open_file(str(path)) as file, open_stream(path) as stream:
+        with open_file(str(path)) as file, stream_of(file) as stream:
             yield stream, file.version
         return
     with open(path, "rb", opener=opened) as stream:
