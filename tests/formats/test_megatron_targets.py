@@ -596,7 +596,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@many(8)
+@many(16)
 @given(
     st.integers(1, 3),
     st.integers(1, 3),
