@@ -35,7 +35,6 @@ pytestmark = pytest.mark.slow
 
 BOUND_BYTES = 200 * MIB
 SHAPE = (5461, 49152)  # 1 GiB of float32; rows so that neither cut falls on a page
-HALF = (2731, 49152)
 SOURCE = Strategy(8, 1, {"w": (Placement((8,), ((), (0,))),)})
 TARGET = Strategy(6, 1, {"w": (Placement((6,), ((), (0,))),)})
 
@@ -78,10 +77,9 @@ def fast_folder() -> Iterator[Path]:
 
 
 def test_one_tensor_of_1_gib_column_wise(fast_folder: Path) -> None:
-    """In HDF5 of half a GiB: its bytes take the same way."""
-    for kind, shape in (("ckpt", SHAPE), ("hdf5", HALF)):
+    for kind in ("ckpt", "hdf5"):
         made = write_large(
-            fast_folder / kind, kind, SOURCE, TARGET, shape, lambda _, box: _elements(0, 64, box).tobytes()
+            fast_folder / kind, kind, SOURCE, TARGET, SHAPE, lambda _, box: _elements(0, 64, box).tobytes()
         )
         target, report = fast_folder / kind / "dst", fast_folder / kind / "report.json"
         paths = [made.src, target, *made.options()]
@@ -101,9 +99,9 @@ def test_one_tensor_of_1_gib_column_wise(fast_folder: Path) -> None:
         targets = json.loads(report.read_text())["targets"]
         assert len(targets) == 6
         for facts in targets:
-            assert facts["needed_bytes"] == facts["written_bytes"] > shape[0] * (shape[1] - 6) // 6 * 4
+            assert facts["needed_bytes"] == facts["written_bytes"] > 170 * MIB
             assert facts["requested_bytes"] <= 1.01 * facts["needed_bytes"]
-        _check_some_rows(target, kind, shape)
+        _check_some_rows(target, kind)
 
         if kind == "ckpt":
             shutil.rmtree(target)
@@ -139,14 +137,14 @@ def _elements(first_row: int, last_row: int, box: Box) -> np.ndarray:
     return (columns + SHAPE[1] * rows).astype(np.float32)
 
 
-def _check_some_rows(target: Path, kind: str, shape: tuple[int, int]) -> None:
+def _check_some_rows(target: Path, kind: str) -> None:
     module = formats.by_name(kind)
     for rank in range(6):
         path = target / f"rank_{rank}" / f"checkpoint_{rank}{formats.info(kind).suffixes[0]}"
-        box = Layout(TARGET.find("w")[0], shape).box(rank)
+        box = Layout(TARGET.find("w")[0], SHAPE).box(rank)
         (part,) = module.locate(str(path)).tensors["w"].source.ranges
         row_bytes = box.shape[1] * 4
-        for row in (0, 1, 63, 64, 2500, shape[0] - 1):
+        for row in (0, 1, 63, 64, 5000, SHAPE[0] - 1):
             with path.open("rb") as stream:
                 held = os.pread(stream.fileno(), row_bytes, part.offset_bytes + row * row_bytes)
             assert held == _elements(row, row + 1, box).tobytes()
