@@ -80,21 +80,21 @@ class LocalObjects:
 def served(folder: Path) -> Iterator[LocalObjects]:
     """Serve the files of a folder as the objects of the bucket `local`, in this process and its forks."""
     local = LocalObjects(folder)
-    fetched, fetch = object_files.ObjectFile._fetched, object_files.ObjectFile._fetch
+    fetch_ranges, fill = object_files.ObjectFile._fetch_ranges, object_files.ObjectFile._fill
 
     def counted_ranges(self: object_files.ObjectFile, ranges: list[tuple[int, int]]) -> list[tuple[int, bytes]]:
         local.trips += bool(ranges)
-        return fetched(self, ranges)
+        return fetch_ranges(self, ranges)
 
     def counted(self: object_files.ObjectFile, offset: int, buffer: memoryview) -> None:
         local.trips += 1
-        fetch(self, offset, buffer)
+        fill(self, offset, buffer)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(object_listing, "listing", local.listing)
         patch.setattr(object_files, "read_range", local.read_range)
-        patch.setattr(object_files.ObjectFile, "_fetched", counted_ranges)
-        patch.setattr(object_files.ObjectFile, "_fetch", counted)
+        patch.setattr(object_files.ObjectFile, "_fetch_ranges", counted_ranges)
+        patch.setattr(object_files.ObjectFile, "_fill", counted)
         local.forget()
         yield local
         local.forget()
