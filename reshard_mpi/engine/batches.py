@@ -104,14 +104,18 @@ class Batches:
             yield first, end, bool(small[first])
             first = end
 
-    def move(self, files: Files, first: int, last: int, buffer: memoryview) -> None:
-        """Move the small tensors from number `first` up to `last`, which is not included."""
+    def move(self, files: Files, first: int, last: int, buffer: memoryview) -> Iterator[tuple[int, int]]:
+        """Move the small tensors from number `first` up to `last`, which is not included.
+
+        Yields the numbers of those that have been moved together: that of the first, and the one after the last.
+        """
         starts, sizes = self._places.starts[first:last], self._places.sizes[first:last]
         done = 0
         while done < len(starts):
             buffer_end = starts[done] + len(buffer)
             count = int(np.searchsorted(starts[done:] + sizes[done:], buffer_end, "right"))
             self._move(files, first + done, first + done + count, buffer)
+            yield first + done, first + done + count
             done += count
 
     def _move(self, files: Files, first: int, last: int, buffer: memoryview) -> None:

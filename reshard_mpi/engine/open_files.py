@@ -80,6 +80,7 @@ class Files:
         on_bytes: called with the number of target bytes just written.
         target: descriptor that is open for writing (and for reading, if `read_target` is called); the caller closes it.
         staging: told which parts of the target are complete, where it is sent to a store meanwhile.
+        ahead: has objects fetched before they are asked for; the caller closes it.
         is_sparing: whether as little as possible is read of sources besides what is asked for; else the kernel reads
             ahead, and short runs are read with what lies between them.
     """
@@ -90,16 +91,17 @@ class Files:
         target: int = -1,
         *,
         staging: Staging | None = None,
+        ahead: ReadAhead | None = None,
         is_sparing: bool = False,
     ) -> None:
         self.staging = staging
+        self.ahead = ahead
         self.is_sparing = is_sparing
         self._sources: OrderedDict[str, SourceFile] = OrderedDict()
         self._target = target
         self._kernel_copies = True
         self._on_bytes = on_bytes
         self._scratch = memoryview(b"")
-        self._ahead: ReadAhead | None = None
         self.traffic = Traffic()
 
     def __enter__(self) -> Files:
@@ -111,14 +113,6 @@ class Files:
         for source in self._sources.values():
             source.close()
         self._sources.clear()
-        if self._ahead is not None:
-            self._ahead.close()
-
-    def read_ahead(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        """Have an object store send ranges before they are asked for: (path, offset, length), in that order."""
-        from reshard_mpi.filesystem.read_ahead import ReadAhead
-
-        self._ahead = ReadAhead(ranges)
 
     def read_into(self, part: ByteRange, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of `part`. Raises ShardError if they cannot be read."""
@@ -150,7 +144,7 @@ class Files:
         Raises ShardError if the bytes cannot be read.
         """
         source, read = self._source(path), 0
-        if source.is_far and self._ahead is None:
+        if source.is_far and self.ahead is None:
             self._fetch_each(source, offset, step, list(places))
             return
         for place in places:
@@ -351,7 +345,7 @@ class Files:
         if source is None:
             try:
                 source = self._sources[path] = open_file(path)
-                source.read_ahead_by(self._ahead)
+                source.read_ahead_by(self.ahead)
             except OSError as error:
                 raise unreadable(path, error) from error
             if self.is_sparing:

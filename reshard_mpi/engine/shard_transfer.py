@@ -8,14 +8,13 @@ are read into a buffer region by region (`gather`), and small tensors are moved 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard_mpi.engine.open_files import Files, OnBytes, Staging, Traffic
 from reshard_mpi.engine.read import Stream, byte_runs, element_blocks, fill, takes_numpy
-from reshard_mpi.filesystem.paths import is_object_path
 from reshard_mpi.formats.locations import ByteRanges, Location
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry
@@ -27,6 +26,9 @@ from reshard_mpi.text import KIB, MIB
 if TYPE_CHECKING:
     from reshard_mpi.engine.batches import Batches
     from reshard_mpi.engine.tiles import Tiles
+    from reshard_mpi.filesystem.read_ahead import ReadAhead
+
+T = TypeVar("T")
 
 # Blocks of a tensor, and tensors of one shape, have the same places for their runs, so the last few are kept.
 _KEPT_PLACES = 8
@@ -107,37 +109,49 @@ def write_shard(
     limits: Limits,
     on_bytes: OnBytes,
     staging: Staging | None = None,
-) -> Traffic:
-    """Write every tensor of `plan` to the ranges that `target` reserved, and return how many bytes were moved.
+    ahead: ReadAhead | None = None,
+) -> Generator[float, None, Traffic]:
+    """Write every tensor of `plan` to the ranges that `target` reserved; several targets may take turns.
+
+    Yields after each step the share of the target that is written; returns how many bytes were moved.
 
     Args:
         descriptor: of the target file, open for reading and writing.
         span: write only this range of the file, while other processes write the rest; None: all of it.
         on_bytes: called with the number of target bytes just written.
         staging: told which parts of the file are complete, where it is sent to a store meanwhile.
+        ahead: has fetched what is read from an object store.
 
     Raises ShardError if a source cannot be read, OSError if the target cannot be written.
     """
     buffer = memoryview(bytearray(limits.buffer_bytes))
-    tensors = plan.tensors
-    with Files(on_bytes, descriptor, staging=staging) as files:
-        if any(is_object_path(route.tensors.path) for group in tensors.groups for route in group.routes):
-            from reshard_mpi.engine.source_ranges import source_ranges
-
-            files.read_ahead(source_ranges(tensors, target, span, staging))
+    tensors, whole_bytes = plan.tensors, max(1, plan.written_bytes)
+    with Files(on_bytes, descriptor, staging=staging, ahead=ahead) as files:
         batches = _batches(tensors, target, span, limits)
         for first, last, is_small in batches.stretches() if batches else [(0, len(tensors), False)]:
             if batches and is_small:
-                batches.move(files, first, last, buffer)
-                for tensor in (tensors[number] for number in range(first, last) if staging is not None):
-                    content = target.tensors[tensor.spec.name].source
-                    assert isinstance(content, ByteRanges)
-                    place = Stream(content)
-                    _finish(files, place, place.within(span))
+                for low, high in batches.move(files, first, last, buffer):
+                    for tensor in (tensors[number] for number in range(low, high) if staging is not None):
+                        content = target.tensors[tensor.spec.name].source
+                        assert isinstance(content, ByteRanges)
+                        place = Stream(content)
+                        _finish(files, place, place.within(span))
+                    yield files.traffic.written_bytes / whole_bytes
             else:
                 stretch = (tensors[number] for number in range(first, last))
-                _write_each(files, _parts_within(stretch, target, span), target, buffer, limits)
+                for _ in _write_each(files, _parts_within(stretch, target, span), target, buffer, limits):
+                    yield files.traffic.written_bytes / whole_bytes
         return files.traffic
+
+
+def last_of(steps: Generator[object, None, T]) -> T:
+    """Take all steps of a generator; return what it returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 def _finish(files: Files, place: Stream, span: Span) -> None:
@@ -157,8 +171,11 @@ def _batches(tensors: PlannedTensors, target: Manifest, span: Span | None, limit
 
 def _write_each(
     files: Files, parts: Iterator[_WrittenPart], target: Manifest, buffer: memoryview, limits: Limits
-) -> None:
-    """Write tensors one after another, each in the way that suits its copies, and read the next one ahead."""
+) -> Iterator[None]:
+    """Write tensors one after another, each in the way that suits its copies, and read the next one ahead.
+
+    Yields after each step.
+    """
     scatter = Scatter(files)
     tiles: Tiles | None = None
     for part, following in pairwise(chain(parts, (None,))):
@@ -172,13 +189,14 @@ def _write_each(
             tiles = tiles or Tiles(files, limits)
             tiles.write(tensor, part.place, part.span)
             _finish(files, part.place, part.span)
+            yield
         elif is_copied(tensor):
-            _copy_runs(files, tensor, part.place, part.span, buffer)
+            yield from _copy_runs(files, tensor, part.place, part.span, buffer)
         elif _is_scattered(tensor):
-            _fill_blocks(files, tensor, part.place, part.span, buffer, scatter.fill)
+            yield from _fill_blocks(files, tensor, part.place, part.span, buffer, scatter.fill)
         else:
             read = partial(_read, files, limits)
-            _fill_blocks(files, tensor, part.place, part.span, buffer, read)
+            yield from _fill_blocks(files, tensor, part.place, part.span, buffer, read)
         if files.traffic.too_large > too_large:
             files.traffic.overflows[tensor.spec.name] = files.traffic.too_large - too_large
 
@@ -280,12 +298,13 @@ def _in_source_order(copy: Copy, target: Box) -> bool:
     return strides.is_in_source_order and strides.run_length * copy.source.dtype.itemsize_bytes >= _MIN_SCATTER_BYTES
 
 
-def _copy_runs(files: Files, tensor: TensorPlan, place: Stream, span: Span, buffer: memoryview) -> None:
-    """Copy the bytes `span` of a tensor run by run."""
+def _copy_runs(files: Files, tensor: TensorPlan, place: Stream, span: Span, buffer: memoryview) -> Iterator[None]:
+    """Copy the bytes `span` of a tensor run by run; yield after each step."""
     box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
     sources = [Stream(stored) for copy in tensor.copies if (stored := copy.source.stored) is not None]
-    if _alternate(tensor):
-        blocks = box.blocks(max(1, _INTERLEAVED_BYTES // itemsize), span[0] // itemsize, -(-span[1] // itemsize))
+    if files.ahead is not None or _alternate(tensor):
+        block_bytes = _INTERLEAVED_BYTES if files.ahead is None else len(buffer)
+        blocks = box.blocks(max(1, block_bytes // itemsize), span[0] // itemsize, -(-span[1] // itemsize))
     else:
         blocks = iter((box,))
     for block in blocks:
@@ -295,6 +314,7 @@ def _copy_runs(files: Files, tensor: TensorPlan, place: Stream, span: Span, buff
                 for runs in part.strides(box).runs():
                     for file_runs in byte_runs(runs, itemsize, source, place, span):
                         files.copy(file_runs, buffer)
+        yield
 
 
 def _alternate(tensor: TensorPlan) -> bool:
@@ -309,8 +329,11 @@ def _alternate(tensor: TensorPlan) -> bool:
 
 def _fill_blocks(
     files: Files, tensor: TensorPlan, place: Stream, span: Span, buffer: memoryview, read: FillBlock
-) -> None:
-    """Write the bytes `span` of a tensor, block by block: each is put together in the buffer first."""
+) -> Iterator[None]:
+    """Write the bytes `span` of a tensor, block by block: each is put together in the buffer first.
+
+    Yields after each block.
+    """
     box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
     for block in element_blocks(files, box, span, itemsize, max(1, len(buffer) // itemsize)):
         offset, length = box.offset_of(block) * itemsize, block.size * itemsize
@@ -323,3 +346,4 @@ def _fill_blocks(
             files.write(target, buffer[done : done + target.length_bytes])
             files.final(target.offset_bytes, target.length_bytes)
             done += target.length_bytes
+        yield

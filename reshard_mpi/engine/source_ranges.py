@@ -1,27 +1,28 @@
-"""Say which bytes of sources a target is made of: ranges to read (`source_ranges`) and to copy (`copied_runs`).
-
-An object store is asked for the former before they are needed (`filesystem/read_ahead.ReadAhead`), and copies the
-latter from object to object by itself.
-"""
+"""Find what targets are made of in an object store: fetch it (`SharedReading`), or have it copied (`copied_runs`)."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator
+from itertools import chain
+from operator import itemgetter
+from typing import NamedTuple
 
 from reshard_mpi.engine.open_files import Staging
 from reshard_mpi.engine.read import Stream, byte_runs
 from reshard_mpi.engine.shard_transfer import is_copied
 from reshard_mpi.filesystem.object_parts import CopiedRun
 from reshard_mpi.filesystem.paths import is_object_path
+from reshard_mpi.filesystem.read_ahead import ReadAhead
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.rank_plan import Copy, TensorPlan
-from reshard_mpi.text import KIB, MIB
+from reshard_mpi.planning.rank_plan import Copy, Limits, PlannedTensors, TensorPlan
+from reshard_mpi.text import KIB
 
-# Of a target tensor, what its sources are asked for in turn.
-_TURN_BYTES = 8 * MIB
 # Runs of this length are read one by one, shorter ones with what lies between them.
 _LONG_RUN_BYTES = 128 * KIB
+# Targets that read more than this many times the bytes that they need are filled side by side.
+_MOST_READ_TIMES = 1.02
 # Shorter runs are no parts of an object, even where neighbours are joined.
 _SHORTEST_BYTES = 64 * KIB
 
@@ -29,28 +30,100 @@ _SHORTEST_BYTES = 64 * KIB
 SourceRange = tuple[str, int, int]
 
 
-def source_ranges(
-    tensors: Iterable[TensorPlan], target: Manifest, span: tuple[int, int] | None, staging: Staging | None = None
-) -> Iterator[SourceRange]:
-    """Yield ranges of source files in the order in which `write_shard` reads them; some bytes between them are not.
+class _FilledTarget(NamedTuple):
+    """A target file that is filled (see `SharedReading.add`)."""
+
+    tensors: PlannedTensors
+    manifest: Manifest
+    span: tuple[int, int] | None
+    staging: Staging | None
+
+
+class SharedReading:
+    """Fetches what targets are made of that are filled side by side; what several of them need, once.
 
     Args:
-        span: the range of the target file that is written; None: all of it.
-        staging: says which bytes of the target a store copies by itself, so that they are not read.
+        limits: with which they are filled.
     """
-    for tensor in tensors:
+
+    def __init__(self, limits: Limits) -> None:
+        self._turn_bytes = limits.buffer_bytes
+        self._targets: list[_FilledTarget] = []
+        self._ahead: ReadAhead | None = None
+
+    def add(
+        self, tensors: PlannedTensors, manifest: Manifest, span: tuple[int, int] | None, staging: Staging | None
+    ) -> None:
+        """Add a target before any is filled.
+
+        Args:
+            manifest: of its file.
+            span: the range of the file that is written; None: all of it.
+            staging: says which bytes of the file a store copies by itself, so that they are not read.
+        """
+        self._targets.append(_FilledTarget(tensors, manifest, span, staging))
+
+    @property
+    def ahead(self) -> ReadAhead:
+        """What reads ahead for all targets that have been added."""
+        if self._ahead is None:
+            self._ahead = ReadAhead(_source_ranges(self._targets, self._turn_bytes))
+        return self._ahead
+
+    def close(self) -> None:
+        """Wait for requests that are under way, and forget all."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+
+def _source_ranges(targets: Iterable[_FilledTarget], turn_bytes: int) -> Iterator[SourceRange]:
+    """Yield ranges of source files in the order in which they are read; some bytes between them are not.
+
+    Targets take turns: the next one is that of the target with the smallest share filled, as where they are filled.
+
+    Args:
+        turn_bytes: of a target tensor, what its sources are asked for in turn.
+    """
+    turns = (_turns(target, number, turn_bytes) for number, target in enumerate(targets))
+    for _, _, ranges in heapq.merge(*turns, key=itemgetter(0, 1)):
+        yield from ranges
+
+
+def _turns(target: _FilledTarget, number: int, turn_bytes: int) -> Iterator[tuple[float, int, list[SourceRange]]]:
+    """Yield what a target asks for in turn, with the share of it that is filled before, and its number."""
+    size_bytes = max(1, sum(len(group.names) * group.kind.size_bytes for group in target.tensors.groups))
+    done_bytes = 0
+    for tensor in target.tensors:
         box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
-        content = target.tensors[tensor.spec.name].source
+        content = target.manifest.tensors[tensor.spec.name].source
         assert isinstance(content, ByteRanges)
         place = Stream(content)
-        first, last = place.within(span)
+        first, last = place.within(target.span)
         if first >= last:
             continue
-        for block in box.blocks(max(1, _TURN_BYTES // itemsize), first // itemsize, -(-last // itemsize)):
-            for copy in tensor.copies:
-                part = copy.meeting(block)
-                if part is not None:
-                    yield from _ranges_of(part, tensor, place, (first, last), staging)
+        for block in box.blocks(max(1, turn_bytes // itemsize), first // itemsize, -(-last // itemsize)):
+            parts = filter(None, (copy.meeting(block) for copy in tensor.copies))
+            ranges = (_ranges_of(part, tensor, place, (first, last), target.staging) for part in parts)
+            yield done_bytes / size_bytes, number, list(chain.from_iterable(ranges))
+            done_bytes += block.size * itemsize
+
+
+def reads_between(tensors: PlannedTensors) -> bool:
+    """Tell whether much is read of objects that lies between what a target is made of, and belongs to others."""
+    needed_bytes = read_bytes = 0
+    for group in tensors.groups:
+        tensor, count = group.tensor(0), len(group.names)
+        for copy in tensor.copies:
+            entry, strides = copy.source.unconverted, copy.strides(tensor.spec.box)
+            if not isinstance(entry.source, ByteRanges):
+                continue
+            itemsize = entry.dtype.itemsize_bytes
+            needed_bytes += count * strides.size * itemsize
+            if copy.source.is_as_stored and strides.run_length * itemsize >= _LONG_RUN_BYTES:
+                read_bytes += count * strides.size * itemsize
+            else:
+                read_bytes += count * copy.source_box.span_of(copy.region) * itemsize
+    return read_bytes > _MOST_READ_TIMES * needed_bytes
 
 
 def copied_runs(tensors: Iterable[TensorPlan], target: Manifest) -> list[CopiedRun]:

@@ -7,7 +7,7 @@ from bisect import bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from reshard_mpi.filesystem.object_files import BLOCK_BYTES, UNDER_WAY, ObjectFile, open_object
 from reshard_mpi.filesystem.paths import is_object_path
@@ -22,16 +22,33 @@ _FORESEEN_BYTES, _MOST_WAITING = 16 * MIB, 1024
 AHEAD_BYTES = 32 * MIB
 
 
+class PlannedBlock(NamedTuple):
+    """A part of an object to fetch at once. wanted_bytes: how many bytes are going to be asked for, some repeatedly."""
+
+    path: str
+    start: int
+    length_bytes: int
+    wanted_bytes: int
+
+    @classmethod
+    def of(cls, block: _WaitingBlock) -> PlannedBlock:
+        return cls(block.path, block.begin, block.end - block.begin, block.wanted_bytes)
+
+
 class _FetchedBlock(NamedTuple):
     """A part of an object that is fetched, or being fetched."""
 
     number: int  # in the order of the plan
+    wanted_bytes: int
     buffer: memoryview
     fetching: Future[None]
 
 
 class ReadAhead:
-    """Fetches ranges of objects before they are asked for, in the order in which they will be."""
+    """Fetches ranges of objects before they are asked for, in the order in which they will be.
+
+    A block stays until as many of its bytes have been asked for as the plan says; several targets may share it.
+    """
 
     def __init__(self, ranges: Iterable[tuple[str, int, int]], room_bytes: int = AHEAD_BYTES) -> None:
         """ranges: (path, offset, length), in the order of their use, as a plan has them; ranges of files are left out.
@@ -48,7 +65,7 @@ class ReadAhead:
         self._used: dict[str, int] = {}  # the number of the block of each file that was used last
         self._served: dict[tuple[str, int], int] = {}
         self._held_bytes = self._count = 0
-        self._next = deque[tuple[str, int, int]]()  # blocks that were looked at, and are not fetched yet
+        self._next = deque[PlannedBlock]()  # blocks that were looked at, and are not fetched yet
 
     def close(self) -> None:
         """Wait for requests that are under way, and forget all."""
@@ -75,7 +92,7 @@ class ReadAhead:
         buffer[:count] = block.buffer[begin : begin + count]
         self._served[key] = self._served.get(key, 0) + count
         self._used[file.path] = max(self._used.get(file.path, 0), block.number)
-        if self._served[key] >= len(block.buffer):
+        if self._served[key] >= block.wanted_bytes:
             self._drop(key)
         self._top_up()
         return count
@@ -93,11 +110,11 @@ class ReadAhead:
         """Fetch on until a block has this byte; return False if none comes before all room is full."""
         number = looked_bytes = 0
         while looked_bytes <= self._room_bytes and self._looks_at(number):
-            next_path, start, length = self._next[number]
-            number, looked_bytes = number + 1, looked_bytes + length
-            if next_path == path and start <= offset < start + length:
+            block = self._next[number]
+            number, looked_bytes = number + 1, looked_bytes + block.length_bytes
+            if block.path == path and block.start <= offset < block.start + block.length_bytes:
                 for _ in range(number):
-                    self._make_room(self._next[0][2], forced=True)
+                    self._make_room(self._next[0].length_bytes, forced=True)
                     self._submit()
                 return True
         return False
@@ -112,7 +129,7 @@ class ReadAhead:
         return True
 
     def _top_up(self) -> None:
-        while self._looks_at(0) and self._make_room(self._next[0][2], forced=False):
+        while self._looks_at(0) and self._make_room(self._next[0].length_bytes, forced=False):
             self._submit()
 
     def _make_room(self, length: int, *, forced: bool) -> bool:
@@ -125,14 +142,14 @@ class ReadAhead:
         return self._held_bytes + length <= self._room_bytes or not self._blocks
 
     def _submit(self) -> None:
-        path, start, length = self._next.popleft()
+        path, start, length, wanted_bytes = self._next.popleft()
         if (path, start) in self._blocks:
             return
         file = self._files.get(path)
         if file is None:
             file = self._files[path] = open_object(path)
         buffer = memoryview(mmap.mmap(-1, length))  # which goes back to the kernel when it is dropped
-        block = _FetchedBlock(self._count, buffer, self._pool.submit(file.fetch, start, buffer))
+        block = _FetchedBlock(self._count, wanted_bytes, buffer, self._pool.submit(file.fetch, start, buffer))
         self._blocks[path, start] = block
         insort(self._starts.setdefault(path, []), start)
         self._held_bytes += length
@@ -146,32 +163,74 @@ class ReadAhead:
         self._held_bytes -= len(block.buffer)
 
 
-def blocks_of(ranges: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, int, int]]:
+class _WaitingBlock:
+    """A part of an object that is to be fetched, and may still grow. wanted_bytes: how many bytes are asked for."""
+
+    __slots__ = ("begin", "end", "path", "wanted_bytes")
+
+    def __init__(self, path: str, begin: int, end: int) -> None:
+        self.path = path
+        self.begin = begin
+        self.end = end
+        self.wanted_bytes = end - begin
+
+
+class _WaitingBlocks:
+    """Blocks in the order in which they are first used, which ranges are added to. size_bytes: of all of them."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self._in_order = deque[_WaitingBlock]()
+        self._by_path: dict[str, list[_WaitingBlock]] = {}  # ascending
+
+    def __len__(self) -> int:
+        return len(self._in_order)
+
+    def add(self, path: str, offset: int, end: int) -> None:
+        """Add a range: to blocks that have parts of it, to one that ends shortly before, or else as new blocks."""
+        own = self._by_path.setdefault(path, [])
+        while offset < end:
+            number = bisect_right(own, offset, key=_begin_of)
+            before = own[number - 1] if number else None
+            stop = min(end, own[number].begin) if number < len(own) else end
+            if before is not None and offset < before.end:
+                stop = min(end, before.end)
+                before.wanted_bytes += stop - offset
+            elif before is not None and offset <= before.end + _GAP_BYTES and stop - before.begin <= BLOCK_BYTES:
+                self.size_bytes += stop - before.end
+                before.wanted_bytes += stop - offset
+                before.end = stop
+            else:
+                stop = min(stop, offset + BLOCK_BYTES)
+                block = _WaitingBlock(path, offset, stop)
+                own.insert(number, block)
+                self._in_order.append(block)
+                self.size_bytes += stop - offset
+            offset = stop
+
+    def take(self) -> _WaitingBlock:
+        """Remove the first block, and return it."""
+        block = self._in_order.popleft()
+        self._by_path[block.path].remove(block)
+        self.size_bytes -= block.end - block.begin
+        return block
+
+
+def _begin_of(block: _WaitingBlock) -> int:
+    return block.begin
+
+
+def blocks_of(ranges: Iterable[tuple[str, int, int]]) -> Iterator[PlannedBlock]:
     """Yield the blocks in which ranges are fetched: those with small gaps between them as one, long ones cut.
 
     Blocks come in the order in which they are first used, as far as that is looked ahead.
     """
-    waiting: deque[list[Any]] = deque()  # [path, first byte, the one after the last]
-    growing: dict[str, list[Any]] = {}  # by path, the block that the next range may be added to
-    waiting_bytes = 0
+    waiting = _WaitingBlocks()
     for path, offset, length in ranges:
         if not is_object_path(path):
             continue
-        end, block = offset + length, growing.get(path)
-        if block is not None and block[1] <= offset <= block[2] + _GAP_BYTES and end - block[1] <= BLOCK_BYTES:
-            waiting_bytes += max(0, end - block[2])
-            block[2] = max(block[2], end)
-        else:
-            for begin in range(offset, end, BLOCK_BYTES):
-                block = growing[path] = [path, begin, min(end, begin + BLOCK_BYTES)]
-                waiting.append(block)
-            waiting_bytes += length
-        while len(waiting) > 1 and (waiting_bytes > _FORESEEN_BYTES or len(waiting) > _MOST_WAITING):
-            block = waiting.popleft()
-            path, begin, end = block
-            if growing.get(path) is block:
-                del growing[path]
-            waiting_bytes -= end - begin
-            yield path, begin, end - begin
-    for path, begin, end in waiting:
-        yield path, begin, end - begin
+        waiting.add(path, offset, offset + length)
+        while len(waiting) > 1 and (waiting.size_bytes > _FORESEEN_BYTES or len(waiting) > _MOST_WAITING):
+            yield PlannedBlock.of(waiting.take())
+    while len(waiting):
+        yield PlannedBlock.of(waiting.take())

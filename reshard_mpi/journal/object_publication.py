@@ -12,6 +12,7 @@ import errno
 import mmap
 import os
 import tempfile
+import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -31,10 +32,13 @@ from reshard_mpi.formats.structure import digest_besides, write_all
 from reshard_mpi.journal.publication import Publication
 from reshard_mpi.journal.target_records import TensorSum, sample_of, sampled_pages
 
-# How many parts are sent at once; as many lie in memory besides parts that are being filled. As many are copied.
+# How many parts a process sends at once; as many lie in memory besides those that are being filled. A target copies as
+# many.
 _UNDER_WAY = 4
-# Memory for parts that are sent or being filled.
+_sending = threading.BoundedSemaphore(_UNDER_WAY)
+# Memory for parts that are sent or being filled; and for those of one more target that is filled at the same time.
 STAGED_BYTES = (_UNDER_WAY + 4) * SENT_BYTES
+FILLED_BYTES = 2 * SENT_BYTES
 _PAGE_BYTES = 4096
 
 # Takes the parts, and a digest of all bytes of the file but payloads; returns an upload, and the parts that it has.
@@ -239,10 +243,12 @@ class StagedParts:
 
     def _send(self, number: int) -> None:
         """Have a part sent; wait while as many as may be are on their way."""
-        while len(self._queue) >= _UNDER_WAY:
+        while self._queue and self._queue[0].done():
             self._queue.popleft().result()
-        self._sent[number] = self._pool.submit(self._send_part, number)
-        self._queue.append(self._sent[number])
+        _sending.acquire()
+        sending = self._sent[number] = self._pool.submit(self._send_part, number)
+        sending.add_done_callback(lambda _: _sending.release())
+        self._queue.append(sending)
 
     def _send_part(self, number: int) -> SentPart:
         part = self._planned[number]

@@ -306,15 +306,13 @@ class Projection(NamedTuple):
         """Return the most bytes that a process needs to plan and write this target."""
         decoding_bytes, has_numpy = self.decoding_bytes, self.has_numpy
         buffer_bytes = window_bytes = conversion_bytes = turning_bytes = 0
-        records_bytes = self.tensor_bytes * len(plan.tensors)
+        records_bytes = self._records_bytes(plan)
         if self.writes and are_many(plan.tensors):
             has_numpy, buffer_bytes = True, 2 * LIMITS.buffer_bytes
             window_bytes = max(window_bytes, plan.needed_bytes)
-            records_bytes += _BATCHED_BYTES * plan.copies
         for group in plan.tensors.groups:
             first = group.tensor(0)
             buffer_bytes = max(buffer_bytes, min(LIMITS.buffer_bytes, group.kind.size_bytes))
-            records_bytes += _COPY_BYTES * (len(group.routes) - 1) * len(group.names)
             through_windows = any(
                 is_gathered(tensor, LIMITS) or (self.compares and _is_gathered_to_compare(tensor))
                 for tensor in (first, *_otherwise_stored(group))
@@ -344,6 +342,24 @@ class Projection(NamedTuple):
         moved_bytes += min(self.staged_bytes, plan.written_bytes)
         moved_bytes += _NUMPY_BYTES if has_numpy and not self.has_numpy else 0
         return max(self.planning_bytes, self.base_bytes + moved_bytes + records_bytes + decoding_bytes)
+
+    def _records_bytes(self, plan: RankPlan) -> int:
+        """Return the memory for what is kept of each tensor of a target while it is written."""
+        size_bytes = self.tensor_bytes * len(plan.tensors)
+        if self.writes and are_many(plan.tensors):
+            size_bytes += _BATCHED_BYTES * plan.copies
+        return size_bytes + sum(
+            _COPY_BYTES * (len(group.routes) - 1) * len(group.names) for group in plan.tensors.groups
+        )
+
+    def further_bytes(self, plan: RankPlan) -> int:
+        """Return the bytes that this target needs while it is written side by side with others."""
+        filled_bytes = 0
+        if self.staged_bytes:
+            from reshard_mpi.journal.object_publication import FILLED_BYTES  # which is loaded for nothing else
+
+            filled_bytes = min(FILLED_BYTES, plan.written_bytes)
+        return plan.kept_bytes + self._records_bytes(plan) + LIMITS.buffer_bytes + filled_bytes
 
 
 def _child_bytes(form: FormatInfo, tensors: int) -> int:

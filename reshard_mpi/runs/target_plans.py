@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,6 +13,7 @@ from reshard_mpi.checkpoints.shard_files import strangers
 from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import only_element, takes_numpy
 from reshard_mpi.errors import ReshardError, ShardError, TargetError
+from reshard_mpi.filesystem.paths import is_object_path
 from reshard_mpi.filesystem.source_files import version_of
 from reshard_mpi.formats.manifest import NotChecksummableError, ShardSpec, Specs, counted_bytes, is_in_crc
 from reshard_mpi.formats.structure import MAX_KEPT_BYTES, MAX_TENSORS, kept_bytes, kept_kind_bytes
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from reshard_mpi.planning.source_flaws import Differing, PrefixDigest
 
 OnPlanned = Callable[[Run, RankPlan, int], None]
+# More than these read ahead further than there is room for.
+_MOST_SIDE_BY_SIDE = 8
 _NOT_VERIFIED = (
     "targets that were complete already were not verified when they were made: reshard-mpi verify SRC DST does it now"
 )
@@ -106,6 +109,7 @@ class TargetPlans:
         assignments: the work of each process of the run; own: that of this one.
         inputs: for each target to write, by rank, what its record says of its sources.
         peak_bytes: for each of them, the memory that writing it is projected to take.
+        further_bytes: for each that reads of objects what others need as well, the memory that it takes beside them.
         report: what the other processes are told of the plans.
     """
 
@@ -119,6 +123,7 @@ class TargetPlans:
         self.own = self.assignments[comm.rank]
         self.inputs: dict[int, TargetInputs] = {}
         self.peak_bytes: dict[int, int] = {}
+        self.further_bytes: dict[int, int] = {}
         self.report = PlanReport()
         self._comm = comm
         self._memory = memory
@@ -191,6 +196,11 @@ class TargetPlans:
             shard, left_bytes = plan.shard._replace(with_sums=request.verify), self.journal.left_bytes(path)
             self._space.add(path, run.format, shard, crc=request.crc, left_bytes=left_bytes)
         self.inputs[rank], self.peak_bytes[rank] = inputs, peak_bytes
+        if rank in self.own.whole and is_object_path(request.source):
+            from reshard_mpi.engine.source_ranges import reads_between
+
+            if reads_between(plan.tensors):
+                self.further_bytes[rank] = self._memory.projection.further_bytes(plan)
         self._keep(plan)
         self._written_bytes[rank] = plan.written_bytes
         if not leads:
@@ -199,6 +209,28 @@ class TargetPlans:
         if inputs.held.digest not in self._placed:
             self._placed[inputs.held.digest] = (plan.stage, rank, plan.placed)
         return PlanReport.of(plan)
+
+    def side_by_side(self) -> Iterator[list[int]]:
+        """Yield the targets to write that this process makes alone, those together that are written side by side.
+
+        These are the ones that read of the same objects what lies between their own parts, as many as memory allows.
+        """
+        ceiling_bytes, alike = self._memory.open().ceiling_bytes, dict[tuple[int, ...], list[int]]()
+        for rank in (rank for rank in self.own.whole if rank in self.inputs):
+            if rank not in self.further_bytes:
+                yield [rank]
+                continue
+            ranks = alike.setdefault(self.inputs[rank].read_ranks, [])
+            if len(ranks) == _MOST_SIDE_BY_SIDE or self.peak_bytes_of([*ranks, rank]) > ceiling_bytes:
+                yield ranks.copy()
+                ranks.clear()
+            ranks.append(rank)
+        yield from (ranks for ranks in alike.values() if ranks)
+
+    def peak_bytes_of(self, ranks: Sequence[int]) -> int:
+        """Return the memory that writing targets side by side is projected to take."""
+        further_bytes = sum(self.further_bytes.get(rank, 0) for rank in ranks[1:])
+        return max(self.peak_bytes[rank] for rank in ranks) + further_bytes
 
     def plan(self, rank: int) -> RankPlan:
         """Return the plan of a target to write: the one that was kept, or one made again.

@@ -6,17 +6,18 @@ import os
 import pickle
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard_mpi import formats
 from reshard_mpi.engine.open_files import OnBytes, Staging, sync_and_drop_cache
-from reshard_mpi.engine.shard_transfer import Span, write_shard
+from reshard_mpi.engine.shard_transfer import Span, last_of, write_shard
 from reshard_mpi.errors import DisagreementError, ShardError, TransformError, told
 from reshard_mpi.filesystem.folders import FileIdentity
+from reshard_mpi.filesystem.paths import is_object_path
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import Format
@@ -32,6 +33,8 @@ from reshard_mpi.runs.scheduling import TargetSlice
 from reshard_mpi.runs.target_plans import TargetPlans
 
 if TYPE_CHECKING:
+    from reshard_mpi.engine.source_ranges import SharedReading
+    from reshard_mpi.filesystem.read_ahead import ReadAhead
     from reshard_mpi.journal.object_publication import StagedParts
 
 
@@ -109,15 +112,18 @@ def fill_file(
     limits: Limits,
     on_bytes: OnBytes,
     staging: Staging | None = None,
-) -> ShareReport:
-    """Write the payloads of `plan` to a file that has been reserved.
+    ahead: ReadAhead | None = None,
+) -> Generator[float, None, ShareReport]:
+    """Write the payloads of `plan` to a file that has been reserved; yield after each step the share that is written.
 
     Args:
         span: only this range of it; None: all.
-        on_bytes, staging: as for `write_shard`.
+        on_bytes, staging, ahead: as for `write_shard`.
     """
     begin = time.monotonic()
-    traffic = write_shard(plan, manifest, descriptor, span=span, limits=limits, on_bytes=on_bytes, staging=staging)
+    traffic = yield from write_shard(
+        plan, manifest, descriptor, span=span, limits=limits, on_bytes=on_bytes, staging=staging, ahead=ahead
+    )
     seconds = time.monotonic() - begin
     overflows = tuple(
         Overflow(spec.name, spec.dtype.name, traffic.overflows[spec.name])
@@ -128,6 +134,15 @@ def fill_file(
 
 
 T = TypeVar("T")
+
+
+def _next_of(steps: Generator[float, None, Outcome]) -> float | Outcome:
+    """Take a step; return what it yields, or the outcome at the end."""
+    try:
+        return next(steps)
+    except StopIteration as end:
+        outcome: Outcome = end.value
+        return outcome
 
 
 class _Led(NamedTuple):
@@ -180,24 +195,56 @@ class Writer:
         return [record_of(FillReport, value) for value in self._comm.allgather(part)]
 
     def _write_alone(self) -> Outcome:
-        outcomes = []
-        for rank in self._plans.own.whole:
-            if rank in self._plans.inputs:
-                outcomes.append(self._attempt(rank, self._write_target))
-                self._memory.yield_if_contended()
+        outcomes: list[Outcome] = []
+        for ranks in self._plans.side_by_side():
+            outcomes += self._write_side_by_side(ranks)
+            self._memory.yield_if_contended()
         return Outcome().joined(outcomes)
 
-    def _write_target(self, rank: int) -> Outcome:
+    def _write_side_by_side(self, ranks: Sequence[int]) -> Iterator[Outcome]:
+        """Write targets whole; yield the outcome of each.
+
+        They take turns: the next step is always that of the target with the smallest share written. So all are at
+        about the same place of their sources, of which an object store sends each part once.
+        """
+        with self._reading() as reading, ExitStack() as begun:
+            steps = {rank: self._write_target(rank, reading, ranks) for rank in ranks}
+            for of_target in steps.values():
+                begun.callback(of_target.close)
+            shares = dict.fromkeys(ranks, -1.0)  # all are begun before one goes on
+            while steps:
+                rank = min(steps, key=lambda rank: shares[rank])
+                result = self._attempt(rank, lambda rank: _next_of(steps[rank]))
+                if isinstance(result, Outcome):
+                    del steps[rank]
+                    yield result
+                else:
+                    shares[rank] = result
+
+    def _write_target(
+        self, rank: int, reading: SharedReading | None, together: Sequence[int]
+    ) -> Generator[float, None, Outcome]:
+        """Write a target; yield after each step the share of it that is written. together: all that are written."""
         begin = time.monotonic()
-        plan, waited_seconds = self._plan(rank)
+        plan, waited_seconds = self._plan(rank, together)
         self._progress.display.started(rank)
         with self._writing(rank) as publication:
             if self._run.is_streamed:
                 self._choose_place(publication, plan)
             manifest = self._reserved(publication, plan)
             staging = self._staged(publication, plan, manifest)
-            filled = fill_file(
-                plan, manifest, publication.descriptor, None, self._limits, self._progress.moved, staging
+            if reading is not None:
+                reading.add(plan.tensors, manifest, None, staging)
+            yield 0.0
+            filled = yield from fill_file(
+                plan,
+                manifest,
+                publication.descriptor,
+                None,
+                self._limits,
+                self._progress.moved,
+                staging,
+                None if reading is None else reading.ahead,
             )
             if staging is not None:
                 filled = filled._replace(store_copied_bytes=staging.copied_bytes)
@@ -231,7 +278,12 @@ class Writer:
         ) -> FillReport:
             span = share.range_of(os.fstat(descriptor).st_size)
             self._progress.display.started(share.target)
-            filled = fill_file(plan, manifest, descriptor, span, self._limits, self._progress.moved)
+            with self._reading() as reading:
+                if reading is not None:
+                    reading.add(plan.tensors, manifest, span, None)
+                ahead = None if reading is None else reading.ahead
+                moved = self._progress.moved
+                filled = last_of(fill_file(plan, manifest, descriptor, span, self._limits, moved, None, ahead))
             return FillReport(filled=(filled._replace(waited_seconds=waited_seconds),))
 
         return self._of_shares(self._plans.own.shares, reservations, fill)
@@ -292,6 +344,14 @@ class Writer:
         sync_and_drop_cache(descriptor)
         self._progress.synced(size_bytes)
         return sums_as_planned(plan, manifest, span, self._limits, self._progress.read_back)
+
+    def _reading(self) -> AbstractContextManager[SharedReading | None]:
+        """Have what lies in an object store fetched before it is needed; None for files."""
+        if not is_object_path(self._run.request.source):
+            return nullcontext()
+        from reshard_mpi.engine.source_ranges import SharedReading
+
+        return closing(SharedReading(self._limits))
 
     def _writing(self, rank: int) -> AbstractContextManager[Publication]:
         path, say = self._run.path(rank), self._progress.display.say
@@ -387,10 +447,14 @@ class Writer:
             failures.append([*of_rank, *of_process, unknown][0])
         return all_filled, tuple(failures)
 
-    def _plan(self, rank: int) -> tuple[RankPlan, float]:
-        """Wait for the memory that a target takes; return its plan, and the seconds waited."""
+    def _plan(self, rank: int, together: Sequence[int] = ()) -> tuple[RankPlan, float]:
+        """Wait for the memory that a target takes; return its plan, and the seconds waited.
+
+        Args:
+            together: all targets that are written side by side with it, and the target itself; none: it alone.
+        """
         purpose = f"target rank {rank} of {self._run.request.target}"
-        self._memory.reserve_for_copying(self._plans.peak_bytes[rank], purpose)
+        self._memory.reserve_for_copying(self._plans.peak_bytes_of(together or (rank,)), purpose)
         return self._plans.plan(rank), self._memory.take_waited_seconds()
 
     def _attempt(self, rank: int, do: Callable[[int], T]) -> T | Outcome:

@@ -25,7 +25,7 @@ from reshard_mpi.engine import tiles as engine_tiles
 from reshard_mpi.engine.checksums import sum_shard
 from reshard_mpi.engine.first_difference import first_difference, first_difference_of_tensors
 from reshard_mpi.engine.open_files import ByteRuns, Files, Traffic
-from reshard_mpi.engine.shard_transfer import write_shard
+from reshard_mpi.engine.shard_transfer import last_of, write_shard
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.dtypes import BY_NAME, FLOATS, DType
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead, StridedView
@@ -228,7 +228,7 @@ def _cut(array: np.ndarray, box: Box) -> np.ndarray:
 def write(plan: RankPlan, target: Manifest, **settings: Any) -> Traffic:
     descriptor = os.open(target.path, os.O_WRONLY | os.O_CREAT)
     try:
-        return write_shard(plan, target, descriptor, **settings)
+        return last_of(write_shard(plan, target, descriptor, **settings))
     finally:
         os.close(descriptor)
 

@@ -124,7 +124,7 @@ fill = target_writer.fill_file
 
 def swap(plan, manifest, descriptor, *more):
     {before}
-    filled = fill(plan, manifest, descriptor, *more)
+    filled = yield from fill(plan, manifest, descriptor, *more)
     {after}
     return filled
 target_writer.fill_file = swap
