@@ -287,12 +287,14 @@ def _held_bytes(command: Sequence[str]) -> int:
 
 
 def _staged_bytes(pid: int) -> int:
-    found = 0
+    """Return the bytes of files in memory that a process has open, each counted once."""
+    size_by_file: dict[tuple[int, int], int] = {}
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):  # it is closed meanwhile
             if str(entry.readlink()).startswith("/memfd:"):
-                found += entry.stat().st_blocks * 512
-    return found
+                status = entry.stat()
+                size_by_file[status.st_dev, status.st_ino] = status.st_blocks * 512
+    return sum(size_by_file.values())
 
 
 def _killed(at: _Place, megabytes: int, kills: int) -> Iterator[Figured]:
