@@ -210,7 +210,10 @@ class Files:
         yield inner  # an error may keep arrays of it, and with them the map; closing it then would be another error
         inner.release()
         view.release()
-        mapped.close()
+        if isinstance(mapped, memoryview):
+            mapped.release()
+        else:
+            mapped.close()
 
     def scratch(self, length_bytes: int) -> memoryview:
         """Return a buffer for bytes on their way to their place. It is valid until the next call."""

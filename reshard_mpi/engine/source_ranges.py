@@ -11,6 +11,7 @@ from typing import NamedTuple
 from reshard_mpi.engine.open_files import Staging
 from reshard_mpi.engine.read import Stream, byte_runs
 from reshard_mpi.engine.shard_transfer import is_copied
+from reshard_mpi.filesystem.object_files import BLOCK_BYTES
 from reshard_mpi.filesystem.object_parts import CopiedRun
 from reshard_mpi.filesystem.paths import is_object_path
 from reshard_mpi.filesystem.read_ahead import ReadAhead
@@ -21,8 +22,8 @@ from reshard_mpi.text import KIB
 
 # Runs of this length are read one by one, shorter ones with what lies between them.
 _LONG_RUN_BYTES = 128 * KIB
-# Targets that read more than this many times the bytes that they need are filled side by side.
-_MOST_READ_TIMES = 1.02
+# Targets that have at least this share of short parts are filled side by side.
+_LEAST_SHARE = 0.02
 # Shorter runs are no parts of an object, even where neighbours are joined.
 _SHORTEST_BYTES = 64 * KIB
 
@@ -108,22 +109,20 @@ def _turns(target: _FilledTarget, number: int, turn_bytes: int) -> Iterator[tupl
             done_bytes += block.size * itemsize
 
 
-def reads_between(tensors: PlannedTensors) -> bool:
-    """Tell whether much is read of objects that lies between what a target is made of, and belongs to others."""
-    needed_bytes = read_bytes = 0
+def shares_blocks(tensors: PlannedTensors) -> bool:
+    """Tell whether much of a target is short parts of what objects have: others need what lies between them."""
+    short_bytes = all_bytes = 0
     for group in tensors.groups:
         tensor, count = group.tensor(0), len(group.names)
         for copy in tensor.copies:
             entry, strides = copy.source.unconverted, copy.strides(tensor.spec.box)
             if not isinstance(entry.source, ByteRanges):
                 continue
-            itemsize = entry.dtype.itemsize_bytes
-            needed_bytes += count * strides.size * itemsize
-            if copy.source.is_as_stored and strides.run_length * itemsize >= _LONG_RUN_BYTES:
-                read_bytes += count * strides.size * itemsize
-            else:
-                read_bytes += count * copy.source_box.span_of(copy.region) * itemsize
-    return read_bytes > _MOST_READ_TIMES * needed_bytes
+            size_bytes = count * strides.size * entry.dtype.itemsize_bytes
+            all_bytes += size_bytes
+            if strides.size < copy.source_box.size and strides.run_length * entry.dtype.itemsize_bytes < BLOCK_BYTES:
+                short_bytes += size_bytes
+    return short_bytes > _LEAST_SHARE * all_bytes
 
 
 def copied_runs(tensors: Iterable[TensorPlan], target: Manifest) -> list[CopiedRun]:

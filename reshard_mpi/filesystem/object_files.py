@@ -265,12 +265,15 @@ class ObjectFile(SourceFile):
                 return
         read_range(self._place, self._state, offset, buffer)
 
-    def map(self, offset: int, length_bytes: int) -> tuple[mmap, int]:
-        """Read bytes into memory of its own, in the place of a map."""
+    def map(self, offset: int, length_bytes: int) -> tuple[mmap | memoryview, int]:
+        """Return bytes that have been read ahead, or read them into memory of its own, in the place of a map."""
         import mmap
 
         if offset + length_bytes > self.size_bytes:
             raise ValueError("the object ends before")
+        fetched = None if self._ahead is None else self._ahead.view(self, offset, length_bytes)
+        if fetched is not None:
+            return fetched, 0
         memory = mmap.mmap(-1, length_bytes)
         with memoryview(memory) as view:
             self._read_part(offset, view)

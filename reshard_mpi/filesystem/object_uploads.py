@@ -92,6 +92,22 @@ class FilePart(FileStream):
 
     def __init__(self, descriptor: int, start: int, length_bytes: int) -> None:
         super().__init__(SourceFile(f"/proc/self/fd/{descriptor}", descriptor), start, length_bytes)
+        self._descriptor = descriptor
+        self._piece = memoryview(b"")
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(0, self.length_bytes - self._offset)]
+        count = os.preadv(self._descriptor, [view], self._start + self._offset)
+        self._offset += count
+        return count
+
+    def read(self, size_bytes: int = -1) -> memoryview:
+        """Return the next bytes, valid until more are read: more than are asked for, which is 16 KiB for a connection.
+
+        urllib3 takes that many at a time whatever it sends, and each time costs it as much as sending 16 KiB.
+        """
+        self._piece = self._piece or memoryview(bytearray(_PIECE_BYTES))
+        return self._piece[: self.readinto(self._piece)]
 
     def sums(self, *, with_md5: bool) -> tuple[int, str]:
         """Return the CRC-32 of all, and the MD5 in base64; empty if it is not asked for. Raises OSError."""

@@ -7,6 +7,7 @@ from bisect import bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import NamedTuple
 
 from reshard_mpi.filesystem.object_files import BLOCK_BYTES, UNDER_WAY, ObjectFile, open_object
@@ -79,23 +80,38 @@ class ReadAhead:
 
         Raises as `object_store.asked` does.
         """
+        content = self._fetched(file.path, offset, len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
+
+    def view(self, file: ObjectFile, offset: int, length_bytes: int) -> memoryview | None:
+        """Return bytes where they were fetched to, not to be changed; None if no block has all of them.
+
+        Raises as `object_store.asked` does.
+        """
         key = self._found(file.path, offset)
-        if key is None and self._is_coming(file.path, offset):
-            key = self._found(file.path, offset)
+        if key is not None and offset + length_bytes > key[1] + len(self._blocks[key].buffer):
+            return None
+        content = self._fetched(file.path, offset, length_bytes)
+        return content if len(content) == length_bytes else None
+
+    def _fetched(self, path: str, offset: int, most_bytes: int) -> memoryview:
+        """Return the bytes that a block has from `offset` on, as many as are wanted; none if no block has them."""
+        key = self._found(path, offset)
+        if key is None and self._is_coming(path, offset):
+            key = self._found(path, offset)
         if key is None:
             self._top_up()
-            return 0
+            return memoryview(b"")
         block = self._blocks[key]
         block.fetching.result()
-        begin = offset - key[1]
-        count = min(len(buffer), len(block.buffer) - begin)
-        buffer[:count] = block.buffer[begin : begin + count]
-        self._served[key] = self._served.get(key, 0) + count
-        self._used[file.path] = max(self._used.get(file.path, 0), block.number)
+        content = block.buffer[offset - key[1] :][:most_bytes]
+        self._served[key] = self._served.get(key, 0) + len(content)
+        self._used[path] = max(self._used.get(path, 0), block.number)
         if self._served[key] >= block.wanted_bytes:
             self._drop(key)
         self._top_up()
-        return count
+        return content
 
     def _found(self, path: str, offset: int) -> tuple[str, int] | None:
         """Return the block that has this byte of a file."""
@@ -148,7 +164,10 @@ class ReadAhead:
         file = self._files.get(path)
         if file is None:
             file = self._files[path] = open_object(path)
-        buffer = memoryview(mmap.mmap(-1, length))  # which goes back to the kernel when it is dropped
+        memory = mmap.mmap(-1, length)  # which goes back to the kernel when nobody looks at it any more
+        with suppress(OSError, AttributeError):  # a kernel without large pages; a system that is not Linux
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        buffer = memoryview(memory)
         block = _FetchedBlock(self._count, wanted_bytes, buffer, self._pool.submit(file.fetch, start, buffer))
         self._blocks[path, start] = block
         insort(self._starts.setdefault(path, []), start)

@@ -149,8 +149,8 @@ class SourceFile:
         """
         return os.preadv(self._descriptor, places, offset)
 
-    def map(self, offset: int, length_bytes: int) -> tuple[mmap, int]:
-        """Map bytes from byte `offset` on; return the map, and where in it they begin.
+    def map(self, offset: int, length_bytes: int) -> tuple[mmap | memoryview, int]:
+        """Map bytes from byte `offset` on; return the map, or what has them already, and where in it they begin.
 
         Raises ValueError if the file ends before, OSError if it cannot be mapped.
         """

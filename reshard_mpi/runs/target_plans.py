@@ -109,7 +109,7 @@ class TargetPlans:
         assignments: the work of each process of the run; own: that of this one.
         inputs: for each target to write, by rank, what its record says of its sources.
         peak_bytes: for each of them, the memory that writing it is projected to take.
-        further_bytes: for each that reads of objects what others need as well, the memory that it takes beside them.
+        further_bytes: for each that reads short parts of objects, the memory that it takes beside others that do.
         report: what the other processes are told of the plans.
     """
 
@@ -197,9 +197,9 @@ class TargetPlans:
             self._space.add(path, run.format, shard, crc=request.crc, left_bytes=left_bytes)
         self.inputs[rank], self.peak_bytes[rank] = inputs, peak_bytes
         if rank in self.own.whole and is_object_path(request.source):
-            from reshard_mpi.engine.source_ranges import reads_between
+            from reshard_mpi.engine.source_ranges import shares_blocks
 
-            if reads_between(plan.tensors):
+            if shares_blocks(plan.tensors):
                 self.further_bytes[rank] = self._memory.projection.further_bytes(plan)
         self._keep(plan)
         self._written_bytes[rank] = plan.written_bytes
@@ -213,7 +213,7 @@ class TargetPlans:
     def side_by_side(self) -> Iterator[list[int]]:
         """Yield the targets to write that this process makes alone, those together that are written side by side.
 
-        These are the ones that read of the same objects what lies between their own parts, as many as memory allows.
+        These are the ones that read short parts of the same objects, as many as memory allows.
         """
         ceiling_bytes, alike = self._memory.open().ceiling_bytes, dict[tuple[int, ...], list[int]]()
         for rank in (rank for rank in self.own.whole if rank in self.inputs):
