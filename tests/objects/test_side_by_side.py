@@ -1,0 +1,104 @@
+"""Targets of short parts of the same objects are written side by side, as many as memory allows, each for itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.checkpoints import write_ranks
+from support.command_line import done, run_here
+from support.conversions import shards
+from support.local_objects import LocalObjects, served
+
+from reshard_mpi.runs import target_plans, target_writer
+from reshard_mpi.text import MIB
+
+RANKS = 4
+COLUMNS = 'mesh = { d = 4 }\n[[parameter]]\nmatch = "*"\nsplit = { 1 = ["d"] }\n'
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[LocalObjects]:
+    draw = np.random.default_rng(0)
+    tensors = {f"w{number}": draw.random((1024, 1024), np.float32) for number in range(4)}
+    write_ranks({0: tensors}, tmp_path / "src", "safetensors")
+    (tmp_path / "columns.toml").write_text(COLUMNS)
+    done("transform", tmp_path / "src", tmp_path / "local", "--dst-strategy", tmp_path / "columns.toml")
+    with served(tmp_path) as local:
+        yield local
+
+
+def words(local: LocalObjects, *options: str) -> list[str]:
+    return [local / "src", str(local.folder / "dst"), "--dst-strategy", str(local.folder / "columns.toml"), *options]
+
+
+@pytest.mark.parametrize("step", [0, 1, 3])
+def test_a_target_that_fails_leaves_the_others_alone(
+    local: LocalObjects, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Before it has written anything, or when all have written a part; a later run makes it."""
+    fill = target_writer.fill_file
+
+    def spoiled(plan: Any, *more: Any) -> Generator[float, None, Any]:
+        steps = fill(plan, *more)
+        for _ in range(step if plan.target_rank == 2 else 0):
+            yield next(steps)
+        if plan.target_rank == 2:
+            raise OSError(5, "a disk", "target 2")
+        return (yield from steps)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target_writer, "fill_file", spoiled)
+        finished = run_here("transform", *words(local))
+    assert finished.code == 4 and "target 2" in finished.err, finished
+    written = shards(local.folder / "dst")
+    expected = shards(local.folder / "local")
+    assert {name: content for name, content in expected.items() if content is not None and "rank_2" not in name} == {
+        name: content for name, content in written.items() if content is not None
+    }
+    done("transform", *words(local, "--resume"))
+    assert shards(local.folder / "dst") == expected
+
+
+def test_a_signal_ends_all(local: LocalObjects, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing half-written stays under any name, and the same command goes on."""
+    fill = target_writer.fill_file
+
+    def stopped(plan: Any, *more: Any) -> Generator[float, None, Any]:
+        steps = fill(plan, *more)
+        yield next(steps)
+        if plan.target_rank == 1:
+            raise KeyboardInterrupt
+        return (yield from steps)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target_writer, "fill_file", stopped)
+        assert run_here("transform", *words(local)).code == 130
+    assert not list((local.folder / "dst").glob("rank_*/*"))
+    done("transform", *words(local, "--resume"))
+    assert shards(local.folder / "dst") == shards(local.folder / "local")
+
+
+@pytest.mark.parametrize("most", [1, 3, 8])
+def test_so_many_at_a_time(local: LocalObjects, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """All rows are read as often as there are groups."""
+    monkeypatch.setattr(target_plans, "_MOST_SIDE_BY_SIDE", most)
+    done("transform", *words(local))
+    groups = -(-RANKS // most)
+    assert groups * 16 * MIB <= 1.01 * local.read_bytes <= groups * 1.03 * 16 * MIB
+    assert shards(local.folder / "dst") == shards(local.folder / "local")
+
+
+def test_as_many_as_memory_allows(local: LocalObjects, tmp_path: Path) -> None:
+    """The memory of all is reserved at once; with room for one of them they follow one another."""
+    report = tmp_path / "report.json"
+    done("transform", *words(local, "--report", str(report)))
+    local.forget()
+    (one, *_) = json.loads(report.read_text())["targets"]
+    done("transform", *words(local, "--overwrite", "--memory", str(one["leased_bytes"] + MIB)))
+    assert local.read_bytes >= 3.9 * 16 * MIB
+    assert shards(local.folder / "dst") == shards(local.folder / "local")
