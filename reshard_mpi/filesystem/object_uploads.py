@@ -31,6 +31,7 @@ _TOKEN = "reshard-upload"
 _TOKEN_BYTES = 12
 _TRIAL = ".trial"
 _PIECE_BYTES = 256 << 10
+_MD5 = re.compile("[0-9a-f]{32}")
 
 
 class SentPart(NamedTuple):
@@ -123,6 +124,18 @@ class FilePart(FileStream):
             raise OSError(errno.EIO, "a file became shorter while it was sent")
         self.seek(0)
         return crc, base64.b64encode(md5.digest()).decode() if with_md5 else ""
+
+    def is_told_by(self, *told: SentPart) -> bool:
+        """Tell whether a part of an object has these bytes, by what a store has told of it, one time and another.
+
+        That is its CRC-32, or its tag, where that is an MD5. False if the store has told neither. Raises OSError.
+        """
+        crcs = {part.crc for part in told if part.crc is not None}
+        tags = {part.tag.strip('"').lower() for part in told}
+        if not crcs and not all(map(_MD5.fullmatch, tags)):
+            return False
+        crc, md5 = self.sums(with_md5=not crcs)
+        return crcs == {crc} if crcs else tags == {base64.b64decode(md5).hex()}
 
 
 class Upload:

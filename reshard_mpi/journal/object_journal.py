@@ -221,7 +221,7 @@ class ObjectJournal(Journal):
             check,
             partial(self._confirm_object, target_rank, path, evidence),
             only_new=lambda: not was_there and not self._is_single_writer,
-            in_memory=self.is_streamed,
+            is_streamed=self.is_streamed,
         )
         with publication:
             yield publication

@@ -2,7 +2,8 @@
 
 Formats and the engine write to a file in memory. Parts whose bytes are all there are sent, and their payloads given
 back; the structure between them stays, so that it can be read once more. A format that writes among payloads when the
-file is sealed, or what is to be verified, is kept whole until then, in a temporary file.
+file is sealed, or what is to be verified, is kept whole until then, in a temporary file. The store copies by itself
+what parts of either it can; those of a file that is whole are compared with it.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class ObjectPublication(Publication):
     """
 
     def __init__(
-        self, begin: Begin, check: Check, confirm: Confirm, *, only_new: Callable[[], bool], in_memory: bool
+        self, begin: Begin, check: Check, confirm: Confirm, *, only_new: Callable[[], bool], is_streamed: bool
     ) -> None:
         """begin: begins the upload, before anything is sent, or goes on with one; returns what of its parts is there.
 
@@ -65,13 +66,14 @@ class ObjectPublication(Publication):
             check: called before the object takes its name; raises if it must not.
             confirm: called with the object, the sample of its bytes, and what `publish` was given.
             only_new: tells whether the object must not replace another one.
-            in_memory: whether the file is kept in memory, as one that is sent while it is filled; else on the disk.
+            is_streamed: whether the file is sent while it is filled, and so lies in memory; else on the disk.
         """
         self._begin = begin
         self._check = check
         self._confirm_object = confirm
         self._only_new = only_new
-        self._in_memory = in_memory
+        self._is_streamed = is_streamed
+        self._runs: Sequence[CopiedRun] = ()
         self._parts: StagedParts | None = None
         self.is_published = False
 
@@ -80,7 +82,7 @@ class ObjectPublication(Publication):
         return Path(f"/proc/self/fd/{self.descriptor}")
 
     def __enter__(self) -> Self:
-        if self._in_memory:
+        if self._is_streamed:
             self.descriptor = os.memfd_create("target")
         else:
             self.descriptor = _disk_file()
@@ -101,14 +103,18 @@ class ObjectPublication(Publication):
         finally:
             close(self.descriptor)
 
-    def stream(self, manifest: Manifest, runs: Sequence[CopiedRun]) -> StagedParts:
+    def stage(self, manifest: Manifest, runs: Sequence[CopiedRun]) -> StagedParts | None:
         """Send parts of the target as soon as they are complete; return the object that is told of complete bytes.
+
+        None for a target that is kept whole: its parts are sent by `publish`.
 
         Args:
             manifest: of the file, which has everything but its payloads.
             runs: what the store may copy by itself, ascending.
         """
-        self._parts = StagedParts(self.descriptor, self._begin, manifest.tensors.payload_spans(), runs)
+        self._runs = runs
+        if self._is_streamed:
+            self._parts = StagedParts(self.descriptor, self._begin, manifest.tensors.payload_spans(), runs)
         return self._parts
 
     def publish(self, sums: Sequence[TensorSum] = (), besides: str = "", *, synced: bool = True) -> None:
@@ -120,8 +126,9 @@ class ObjectPublication(Publication):
         """
         self._check()
         if self._parts is None:
-            self._parts = StagedParts(self.descriptor, self._begin, (), ())
+            self._parts = StagedParts(self.descriptor, self._begin, (), self._runs)
         sent = self._parts.finish()
+        self.store_copied_bytes = self._parts.copied_bytes
         sample = sample_of(SourceFile(str(self.partial), self.descriptor))
         self._check()
         state = self._parts.upload.complete(sent, only_new=self._only_new())
@@ -135,17 +142,16 @@ def _disk_file() -> int:
 
 
 class StagedParts:
-    """The parts of a file that is sent while it is filled, or copied inside the store.
+    """The parts of a file that are sent while it is filled, or when it is whole, or are copied inside the store.
 
     Attributes:
         upload: by which they are sent.
-        copied_bytes: how many bytes of the target the store copies by itself.
     """
 
     def __init__(
         self, descriptor: int, begin: Begin, payloads: Sequence[tuple[int, int]], runs: Sequence[CopiedRun]
     ) -> None:
-        """payloads: spans whose bytes are to come, ascending; all others are there.
+        """payloads: spans whose bytes are to come, ascending; all others are there. Without any the file is whole.
 
         Args:
             begin: as for `ObjectPublication`.
@@ -153,6 +159,7 @@ class StagedParts:
         """
         self._descriptor = descriptor
         self._payloads = payloads
+        self._is_whole = not payloads
         self._ends = [end for _, end in payloads]
         self._size_bytes = os.fstat(descriptor).st_size
         self._planned = plan_parts(self._size_bytes, runs, is_uniform=wants_uniform_parts())
@@ -167,7 +174,7 @@ class StagedParts:
             and part.length_bytes == self._planned[part.number - 1].length_bytes
         }
         self._is_elsewhere = [bool(part.path) or number in earlier for number, part in enumerate(self._planned)]
-        self.copied_bytes = sum(part.length_bytes for part in self._planned if part.path)
+        self._sent_instead = set[int]()  # numbers of parts that were to be copied
         self._missing = [sum(end - start for start, end in self._payloads_in(part)) for part in self._planned]
         self._memory = mmap.mmap(descriptor, self._size_bytes) if payloads and self._size_bytes else None
         self._pool, self._copying = ThreadPoolExecutor(_UNDER_WAY), ThreadPoolExecutor(_UNDER_WAY)
@@ -179,6 +186,12 @@ class StagedParts:
                 self._sent[number].set_result(earlier[number])
             elif part.path:
                 self._sent[number] = self._copying.submit(self._copy, number)
+
+    @property
+    def copied_bytes(self) -> int:
+        """How many bytes of the target the store has copied by itself, when all parts are made."""
+        numbered = enumerate(self._planned)
+        return sum(part.length_bytes for number, part in numbered if part.path and number not in self._sent_instead)
 
     def close(self) -> None:
         for pool in (self._pool, self._copying):
@@ -238,8 +251,9 @@ class StagedParts:
         for number in range(len(self._planned)):
             if number not in self._sent:
                 self._send(number)
-        sent = [self._sent[number].result() for number in range(len(self._planned))]
-        return self._as_long_as_planned(sent)
+        for number in range(len(self._planned)):
+            self._sent[number].result()
+        return self._settled()
 
     def _send(self, number: int) -> None:
         """Have a part sent; wait while as many as may be are on their way."""
@@ -251,26 +265,39 @@ class StagedParts:
         self._queue.append(sending)
 
     def _send_part(self, number: int) -> SentPart:
-        part = self._planned[number]
-        sent = self.upload.send(number + 1, FilePart(self._descriptor, part.start, part.length_bytes))
-        self._give_back(part)
+        sent = self.upload.send(number + 1, self._content(number))
+        self._give_back(self._planned[number])
         return sent
 
-    def _as_long_as_planned(self, sent: list[SentPart]) -> list[SentPart]:
-        """Return the parts; copied parts of a wrong length are sent instead.
+    def _content(self, number: int) -> FilePart:
+        part = self._planned[number]
+        return FilePart(self._descriptor, part.start, part.length_bytes)
 
-        Some stores copy all of an object where a range is asked for, and say that all is well.
+    def _settled(self) -> list[SentPart]:
+        """Return all parts; those that the store has not copied as it was asked to are sent instead."""
+        copied = [number for number, part in enumerate(self._planned) if part.path and number not in self._sent_instead]
+        told = {part.number - 1: part for part in self.upload.parts()} if copied else {}
+        settled = dict(zip(copied, self._pool.map(lambda number: self._as_asked(number, told.get(number)), copied)))
+        return [settled.get(number) or self._sent[number].result() for number in range(len(self._planned))]
+
+    def _as_asked(self, number: int, listed: SentPart | None) -> SentPart:
+        """Return a copied part; send it instead if it is another one than was asked for.
+
+        Some stores copy all of an object where a range is asked for, and say that all is well. Bytes are compared with
+        those of the file, if that is whole.
+
+        Args:
+            listed: the same part in the store's list of them.
         """
-        if not self.copied_bytes:
-            return sent
-        lengths = {part.number: part.length_bytes for part in self.upload.parts()}
-        return [
-            self._fetch(number) if planned.path and lengths.get(number + 1) != planned.length_bytes else sent[number]
-            for number, planned in enumerate(self._planned)
-        ]
+        part = self._sent[number].result()
+        if listed is None or listed.length_bytes != self._planned[number].length_bytes:
+            return self._send_instead(number)
+        if self._is_whole and not self._content(number).is_told_by(part, listed):
+            return self._send_instead(number)
+        return part
 
     def _copy(self, number: int) -> SentPart:
-        """Have the store copy a part; fetch and send it where the store cannot."""
+        """Have the store copy a part; send it where the store cannot."""
         part = self._planned[number]
         source = ObjectPlace.of(part.path)
         try:
@@ -278,10 +305,13 @@ class StagedParts:
         except StoreUnreachableError:
             raise
         except StoreError:
-            return self._fetch(number)
+            return self._send_instead(number)
 
-    def _fetch(self, number: int) -> SentPart:
-        """Fetch a part that was to be copied from its source, and send it."""
+    def _send_instead(self, number: int) -> SentPart:
+        """Send a part that was to be copied: from the file, if that is whole, or else fetched from its source."""
+        self._sent_instead.add(number)
+        if self._is_whole:
+            return self._send_part(number)
         part = self._planned[number]
         source = ObjectPlace.of(part.path)
         state = _state_of(source)

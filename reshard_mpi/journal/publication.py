@@ -43,7 +43,10 @@ class Publication:
         before: called before the file takes its name, with the open file and the sums given to `publish`.
         then: called when it is in place, with its descriptor.
         host: the name of this host if other processes may write the same file at once.
+        store_copied_bytes: how many bytes of it an object store has copied by itself, when it is published.
     """
+
+    store_copied_bytes = 0
 
     def __init__(
         self,

@@ -246,12 +246,11 @@ class Writer:
                 staging,
                 None if reading is None else reading.ahead,
             )
-            if staging is not None:
-                filled = filled._replace(store_copied_bytes=staging.copied_bytes)
             sums: tuple[TensorSum, ...] = ()
             if self._run.request.verify:
                 sums = self._verified(plan, manifest, publication.descriptor, None, plan.written_bytes)
             self._seal(publication, manifest, sums)
+            filled = filled._replace(store_copied_bytes=publication.store_copied_bytes)
         return self._finished(plan, begin, waited_seconds, [filled])
 
     def _reserve(self, publications: ExitStack) -> FillReport:
@@ -373,13 +372,13 @@ class Writer:
 
     def _staged(self, publication: Publication, plan: RankPlan, manifest: Manifest) -> StagedParts | None:
         """Begin to send a target that is written to an object store; None for a file, or one that is read again."""
-        if not self._run.is_streamed:
+        if not is_object_path(self._run.request.target):
             return None
         from reshard_mpi.engine.source_ranges import copied_runs
         from reshard_mpi.journal.object_publication import ObjectPublication
 
         assert isinstance(publication, ObjectPublication)
-        return publication.stream(manifest, copied_runs(plan.tensors, manifest))
+        return publication.stage(manifest, copied_runs(plan.tensors, manifest))
 
     def _opened(self, rank: int, reserved: Reserved) -> AbstractContextManager[int]:
         """Open the file of a target that this process, or another one, has reserved."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import re
 import socket
 import struct
 import sys
@@ -98,6 +99,14 @@ class Overlook:
     headers: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Reword:
+    """Have another text stand in an answer's body, where a pattern is found."""
+
+    pattern: bytes
+    text: bytes
+
+
 class Break(Enum):
     """How a connection breaks. An answer without a body breaks before its first byte."""
 
@@ -108,7 +117,7 @@ class Break(Enum):
 
 
 # A function is called before the request is passed: to replace an object, or to stop a process.
-Fault = Answer | Overlook | Break | Callable[[Request], object]
+Fault = Answer | Overlook | Reword | Break | Callable[[Request], object]
 
 SLOW_DOWN = Answer(503, "SlowDown")
 INTERNAL_ERROR = Answer(500, "InternalError")
@@ -311,8 +320,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self._give(request, fault, answer)
 
     def _give(self, request: Request, fault: Fault | None, answer: http.client.HTTPResponse) -> None:
-        has_length = answer.length is not None or self.command == "HEAD"
+        has_length = (answer.length is not None or self.command == "HEAD") and not isinstance(fault, Reword)
         content = b"" if has_length else answer.read()
+        if isinstance(fault, Reword):
+            content = re.sub(fault.pattern, fault.text, content)
         length_bytes = (answer.length or 0) if has_length else len(content)
         breaks_in_body = fault in (Break.RESET_IN_BODY, Break.SHORT_BODY)
         if fault is Break.LOST_ANSWER or (breaks_in_body and length_bytes < 2):
@@ -321,7 +332,7 @@ class _Handler(BaseHTTPRequestHandler):
         request.status = answer.status
         self.send_response_only(answer.status, answer.reason)
         for name, value in answer.getheaders():
-            if name.lower() not in _NOT_PASSED:
+            if name.lower() not in _NOT_PASSED and (has_length or name.lower() != "content-length"):
                 self.send_header(name, value)
         if not has_length and answer.status not in (204, 304):
             self.send_header("Content-Length", str(length_bytes))
