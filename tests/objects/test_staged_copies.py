@@ -7,9 +7,6 @@ one, is sent from there.
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +25,10 @@ from support.fault_proxy import (
     Request,
     Reword,
     before,
+    kill_at,
 )
 from support.object_servers import Bucket, forget, names, objects, upload, uploads
 from support.oracle import RawLayout
-from support.processes import HANG_SECONDS, clean_environment
 
 from reshard_mpi.filesystem import object_uploads
 
@@ -168,27 +165,11 @@ def test_a_run_that_is_killed_between_copied_parts_is_resumed(
 ) -> None:
     """Parts that are there are held against the file on the disk too, and a wrong one is sent."""
     c = copied(tmp_path, moto, to, "--verify")
-    running: list[subprocess.Popen[bytes]] = []
-
-    def kill(_: Request) -> None:
-        """End the run when the store has copied a part, and before it copies another one."""
-        deadline = time.monotonic() + HANG_SECONDS
-        while not any(request.status for request in proxy.requests if request.operation is Operation.COPY_PART):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        running[0].kill()
-        running[0].wait()
-        raise ConnectionResetError
-
     if lie:
         proxy.spoil(shifted, when=Operation.COPY_PART)
-    proxy.spoil(kill, when=Operation.COPY_PART, skip=1)
-    arguments = c.but(dst=moto / "out").arguments("transform")
-    running.append(subprocess.Popen([*COMMAND, *arguments], env=clean_environment(), stderr=subprocess.DEVNULL))
-    assert running[0].wait() == -signal.SIGKILL
+    kill_at(proxy, Operation.COPY_PART, [*COMMAND, *c.but(dst=moto / "out").arguments("transform")], skip=1)
     assert not [name for name in names(moto / "out") if name.startswith("rank_")]
     assert len(uploads(moto)) == 1
-    proxy.heal()
     proxy.forget()
     assert sent(c, moto, "--resume") == _COPIED_BYTES - lie * _SLICE_BYTES
     assert proxy.counts[Operation.COPY_PART] == _RANKS - 2

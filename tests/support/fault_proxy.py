@@ -13,23 +13,28 @@ from __future__ import annotations
 import contextlib
 import http.client
 import re
+import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
+import time
 import traceback
 import urllib.parse
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from support.object_servers import ObjectServer, in_environment, sign
+from support.processes import HANG_SECONDS, clean_environment
 
 _SERVER_SECONDS = 120.0
 _PIECE_BYTES = 1 << 16
+_POLL_SECONDS = 0.01
 # Said from hop to hop.
 _NOT_PASSED = {"connection", "keep-alive", "transfer-encoding", "expect", "server"}
 
@@ -409,3 +414,27 @@ def before(server: ObjectServer) -> Iterator[FaultProxy]:
         listening.end()
         thread.join()
     assert not proxy._problems, "\n".join(proxy._problems)
+
+
+def kill_at(proxy: FaultProxy, operation: Operation, command: Sequence[str], *, skip: int = 0) -> None:
+    """Run a command, and kill it before the server has a request of it: the first of an operation after `skip` others.
+
+    The server has answered those by then. Nothing is spoiled any more when the command has ended.
+    """
+    running: list[subprocess.Popen[bytes]] = []
+
+    def kill(request: Request) -> None:
+        before = [other for other in proxy.requests[: request.number] if other.operation is operation]
+        deadline = time.monotonic() + HANG_SECONDS
+        while not all(other.status for other in before):
+            assert time.monotonic() < deadline, "an earlier request was not answered"
+            time.sleep(_POLL_SECONDS)
+        running[0].kill()
+        running[0].wait()
+        raise ConnectionResetError
+
+    proxy.spoil(kill, when=operation, skip=skip)
+    running.append(subprocess.Popen(command, env=clean_environment(), stderr=subprocess.DEVNULL))
+    code = running[0].wait()
+    proxy.heal()
+    assert code == -signal.SIGKILL, f"there was no such request; exit code {code}"
