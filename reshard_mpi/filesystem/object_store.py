@@ -38,15 +38,24 @@ _TEMPORARY = ("SlowDown", "503", "500", "502", "504", "InternalError", "ServiceU
 _CREDENTIALS = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "TokenRefreshRequired")
 _REMEDIES = {
     "NoSuchBucket": "check the name of the bucket, and which store --s3-endpoint or AWS_ENDPOINT_URL names",
-    "AccessDenied": "have these credentials allowed to list the bucket and to read its objects (and to write them, for"
-    " a target)",
-    "403": "have these credentials allowed to list the bucket and to read its objects",
     "PermanentRedirect": "name the region of the bucket: AWS_DEFAULT_REGION",
     "AuthorizationHeaderMalformed": "name the region of the bucket: AWS_DEFAULT_REGION",
     "301": "name the region of the bucket: AWS_DEFAULT_REGION",
     "RequestTimeTooSkewed": "set the clock of this host: the store refuses requests that are dated wrongly",
     "InvalidBucketName": "check the name of the bucket",
     "KeyTooLongError": "give a shorter prefix: the names of objects have at most 1,024 bytes",
+}
+_DENIED = ("AccessDenied", "403")
+# What must be allowed for an operation of the protocol; for all that are not here, it is to write.
+_RIGHTS = {
+    "ListObjectsV2": "s3:ListBucket",
+    "HeadObject": "s3:GetObject and s3:ListBucket",
+    "GetObject": "s3:GetObject",
+    "DeleteObject": "s3:DeleteObject",
+    "ListMultipartUploads": "s3:ListBucketMultipartUploads",
+    "ListParts": "s3:ListMultipartUploadParts",
+    "AbortMultipartUpload": "s3:AbortMultipartUpload",
+    "UploadPartCopy": "s3:GetObject and s3:PutObject",
 }
 
 
@@ -192,7 +201,7 @@ def asked(place: ObjectPlace, request: Callable[[Any], T]) -> T:
     try:
         return request(store)
     except ClientError as error:
-        raise _refused(place, error.response) from error
+        raise _refused(place, error.response, error.operation_name) from error
     except (NoCredentialsError, PartialCredentialsError) as error:
         raise _without_credentials(error, str(place)) from error
     except ParamValidationError as error:
@@ -213,8 +222,8 @@ def _without_credentials(error: Exception, where: str) -> StoreError:
     return StoreError(problem, expected=expected, got=str(error), where=where, remedy=remedy)
 
 
-def _refused(place: ObjectPlace, response: dict[str, Any]) -> Exception:
-    """Return the error for an answer that refuses a request."""
+def _refused(place: ObjectPlace, response: dict[str, Any], operation: str) -> Exception:
+    """Return the error for an answer that refuses a request. operation: its name in the protocol."""
     error, status = response.get("Error", {}), response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     code = str(error.get("Code", status))
     if code in _NOT_THERE:
@@ -225,6 +234,9 @@ def _refused(place: ObjectPlace, response: dict[str, Any]) -> Exception:
     if code in _TEMPORARY or ((status or 0) >= 500 and status != HTTPStatus.NOT_IMPLEMENTED):
         return _unreachable(place, got)
     remedy = "check the credentials and their time" if code in _CREDENTIALS else _REMEDIES.get(code, _SETTINGS)
+    if code in _DENIED:
+        right = _RIGHTS.get(operation, "s3:PutObject")
+        remedy = f"have these credentials allowed {right}; the guide's page on buckets lists all rights"
     expected = "a request that it allows"
     return StoreError("the object store refused", expected=expected, got=got, where=str(place), remedy=remedy)
 

@@ -82,6 +82,16 @@ def abort(place: ObjectPlace, upload_id: str) -> None:
     asked(place, request)
 
 
+def require_rights(place: ObjectPlace) -> None:
+    """Ask for what is needed late, before all else: to remove an object, and to list uploads. `place` has neither.
+
+    Raises as `object_store.asked` does.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        remove(place)
+    unfinished(place)
+
+
 def wants_uniform_parts() -> bool:
     """Tell whether the store wants all parts but the last equally long, as Cloudflare's R2 does."""
     endpoint = urlsplit(client().meta.endpoint_url).hostname or ""

@@ -49,6 +49,8 @@ from reshard_mpi.journal.target_records import TargetRecord, TensorSum
 
 # The name under which an object says, in its metadata, which run has made it.
 _RUN = "reshard-run"
+# The name of an object that is never there.
+_TRIAL = "rights.trial"
 _MOST_KEY_BYTES = 1024  # Amazon S3, "Naming Amazon S3 objects"
 
 
@@ -119,8 +121,10 @@ class ObjectJournal(Journal):
     def begin(self, say: Say = lambda _: None) -> None:
         """Record the run below the prefix; join the run if another process has begun it.
 
-        Raises TargetError as `check` does, and for a store that does not keep conditions.
+        Raises TargetError as `check` does, and for a store that does not keep conditions; StoreError if it does not
+        allow what every target needs.
         """
+        object_uploads.require_rights(ObjectPlace.of(self._state / _TRIAL))
         folder = ObjectFolder.open(self.folder)
         state = folder.inner(STATE)
         place = ObjectPlace.of(run_path(self._state))

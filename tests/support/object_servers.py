@@ -23,8 +23,8 @@ import tempfile
 import time
 import urllib.request
 import uuid
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,14 @@ _ATTEMPTS = 5  # at a start, each with other ports
 _PORTS = range(12_000, 22_000)
 _GRPC_PORT = 10_000  # a further port of each server of SeaweedFS, above its first
 _SERVERS = ("master", "volume", "filer", "s3")
+
+# Who else may do what in SeaweedFS, with the same secret.
+IDENTITIES = {
+    "reader": ["Read", "List"],
+    "getter": ["Read"],
+    "unlisting": ["Read", "Write"],
+    "writer": ["Write", "List"],
+}
 
 _MOTO = """\
 import logging, sys
@@ -143,6 +151,46 @@ def new_bucket(server: ObjectServer) -> Iterator[Bucket]:
                 urllib.request.urlopen(urllib.request.Request(f"{server.endpoint}/moto-api/reset", method="POST"))
             else:
                 server.client.delete_bucket(Bucket=name)  # SeaweedFS deletes what is in it too
+
+
+@contextlib.contextmanager
+def allowed(bucket: Bucket, actions: Iterable[str]) -> Iterator[None]:
+    """Have the environment name keys of a user who may do no more than these actions, for a `with` block.
+
+    In SeaweedFS it is one of `IDENTITIES`. In moto any other request is refused meanwhile, whoever makes it.
+    """
+    server = bucket.server
+    if server.name == "moto":
+        keys = _new_user(server, [f"s3:{action}" for action in actions])
+        _set_unchecked(server, 0)
+    else:
+        keys = next(name for name, own in IDENTITIES.items() if own == list(actions)), server.secret
+    try:
+        with in_environment(replace(server, key_id=keys[0], secret=keys[1])):
+            yield
+    finally:
+        if server.name == "moto":
+            _set_unchecked(server, float("inf"))
+
+
+def _new_user(server: ObjectServer, actions: Sequence[str]) -> tuple[str, str]:
+    """Make a user of moto with these rights; return the keys."""
+    from botocore.session import Session
+
+    keys = {"aws_access_key_id": server.key_id, "aws_secret_access_key": server.secret}
+    users = Session().create_client("iam", endpoint_url=server.endpoint, region_name=_REGION, **keys)
+    name, rules = uuid.uuid4().hex, [{"Effect": "Allow", "Action": list(actions), "Resource": "*"}]
+    users.create_user(UserName=name)
+    policy = json.dumps({"Version": "2012-10-17", "Statement": rules})
+    users.put_user_policy(UserName=name, PolicyName="rights", PolicyDocument=policy)
+    made = users.create_access_key(UserName=name)["AccessKey"]
+    return made["AccessKeyId"], made["SecretAccessKey"]
+
+
+def _set_unchecked(server: ObjectServer, requests: float) -> None:
+    """Say how many requests moto answers from now on before it looks who may make them."""
+    url, headers = f"{server.endpoint}/moto-api/reset-auth", {"Content-Type": "text/plain"}
+    urllib.request.urlopen(urllib.request.Request(url, str(requests).encode(), headers, method="POST"))
 
 
 def upload(source: Path, url: str) -> None:
@@ -317,12 +365,12 @@ def running_seaweedfs() -> Iterator[ObjectServer]:
 def _start_seaweedfs(folder: Path) -> tuple[ObjectServer, subprocess.Popen[bytes], Mapping[str, int]]:
     ports = dict(zip(_SERVERS, _free_ports(len(_SERVERS))))
     server = ObjectServer("seaweedfs", f"http://127.0.0.1:{ports['s3']}", "tests", uuid.uuid4().hex)
-    identity = {
-        "name": "tests",
-        "credentials": [{"accessKey": server.key_id, "secretKey": server.secret}],
-        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
-    }
-    (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    may = {server.key_id: ["Admin", "Read", "Write", "List", "Tagging"], **IDENTITIES}
+    identities = [
+        {"name": name, "credentials": [{"accessKey": name, "secretKey": server.secret}], "actions": actions}
+        for name, actions in may.items()
+    ]
+    (folder / "s3.json").write_text(json.dumps({"identities": identities}))
     (folder / "data").mkdir()
     options = {
         "ip": "127.0.0.1",
