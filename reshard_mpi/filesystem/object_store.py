@@ -236,7 +236,7 @@ def _refused(place: ObjectPlace, response: dict[str, Any], operation: str) -> Ex
     remedy = "check the credentials and their time" if code in _CREDENTIALS else _REMEDIES.get(code, _SETTINGS)
     if code in _DENIED:
         right = _RIGHTS.get(operation, "s3:PutObject")
-        remedy = f"have these credentials allowed {right}; the guide's page on buckets lists all rights"
+        remedy = f"have these credentials allowed {right}; reshard-mpi help buckets lists all rights"
     expected = "a request that it allows"
     return StoreError("the object store refused", expected=expected, got=got, where=str(place), remedy=remedy)
 

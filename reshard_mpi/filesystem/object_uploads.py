@@ -83,7 +83,7 @@ def abort(place: ObjectPlace, upload_id: str) -> None:
 
 
 def require_rights(place: ObjectPlace) -> None:
-    """Ask for what is needed late, before all else: to remove an object, and to list uploads. `place` has neither.
+    """Require the rights that are needed late, to remove an object and to list uploads, at a place without any.
 
     Raises as `object_store.asked` does.
     """
@@ -136,9 +136,9 @@ class FilePart(FileStream):
         return crc, base64.b64encode(md5.digest()).decode() if with_md5 else ""
 
     def is_told_by(self, *told: SentPart) -> bool:
-        """Tell whether a part of an object has these bytes, by what a store has told of it, one time and another.
+        """Tell whether a part of an object has these bytes, by the sums that a store has told of it.
 
-        That is its CRC-32, or its tag, where that is an MD5. False if the store has told neither. Raises OSError.
+        A sum is its CRC-32, or else its tag, where that is an MD5. False if the store has told none. Raises OSError.
         """
         crcs = {part.crc for part in told if part.crc is not None}
         tags = {part.tag.strip('"').lower() for part in told}

@@ -274,7 +274,7 @@ class StagedParts:
         return FilePart(self._descriptor, part.start, part.length_bytes)
 
     def _settled(self) -> list[SentPart]:
-        """Return all parts; those that the store has not copied as it was asked to are sent instead."""
+        """Return all parts; send the ones that the store has not copied as it was asked to."""
         copied = [number for number, part in enumerate(self._planned) if part.path and number not in self._sent_instead]
         told = {part.number - 1: part for part in self.upload.parts()} if copied else {}
         settled = dict(zip(copied, self._pool.map(lambda number: self._as_asked(number, told.get(number)), copied)))
