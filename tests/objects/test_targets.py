@@ -149,6 +149,11 @@ MIXED = [
     ("ckpt", "--verify"),
     ("hf", "--max-shard-size 16MB"),
     ("megatron", ""),
+    ("hdf5", "--verify"),
+    ("torch", "--verify"),
+    ("dcp", "--verify"),
+    ("hf", "--max-shard-size 16MB --verify"),
+    ("megatron", "--verify"),
 ]
 
 
