@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from hashlib import md5
 from zlib import crc32
 
 import pytest
@@ -151,6 +152,60 @@ def test_parts_are_made_once_and_whole(data: st.DataObject, size_bytes: int, par
     assert upload.most_under_way <= object_publication._UNDER_WAY
     inside = {byte for start, end in payloads for byte in range(start, end)}
     assert all(kept[byte] == content[byte] for byte in range(size_bytes) if byte not in inside)
+
+
+class Unfaithful(Sent):
+    """Copies parts, each as it is told to, and tells of each what is true of it, or not.
+
+    ways: for each part, whether its bytes are right, and what is told: CRC, MD5, NOTHING, OTHER, or SHORTER.
+    """
+
+    def __init__(self, source: bytes, ways: Sequence[tuple[bool, str]]) -> None:
+        super().__init__(source)
+        self._ways = ways
+        self._told: dict[int, SentPart] = {}
+
+    def copy(self, number: int, source: ObjectPlace, state: ObjectState, offset: int, length_bytes: int) -> SentPart:
+        is_right, told = self._ways[number - 1]
+        data = self._source[offset : offset + length_bytes]
+        data = data if is_right else bytes([data[0] ^ 1, *data[1:]])
+        self.made[number] = data
+        tag = md5(data).hexdigest() if told == "MD5" else md5(b"").hexdigest() if told == "OTHER" else "tag-1"
+        part = SentPart(number, f'"{tag}"', len(data) - (told == "SHORTER"), crc32(data) if told == "CRC" else None)
+        self._told[number] = part
+        return part
+
+    def send(self, number: int, content: FilePart) -> SentPart:
+        self.made.pop(number, None)
+        self._told.pop(number, None)
+        return super().send(number, content)
+
+    def parts(self) -> list[SentPart]:
+        return [self._told.get(part.number, part) for part in super().parts()]
+
+
+@many(100)
+@given(data=st.data(), pages=st.integers(1, 40), part_pages=st.integers(1, 9))
+def test_copied_parts_of_a_whole_file_are_the_ones_that_lie_there(
+    data: st.DataObject, pages: int, part_pages: int
+) -> None:
+    content = os.urandom(pages * PAGE)
+    runs = [CopiedRun(start, end - start, "s3:/bucket/source", start) for start, end in data.draw(spans(len(content)))]
+    way = st.tuples(st.booleans(), st.sampled_from(["CRC", "MD5", "NOTHING", "OTHER", "SHORTER"]))
+    ways = data.draw(st.lists(way, min_size=2 * pages, max_size=2 * pages))
+    upload = Unfaithful(content, ways)
+    with (
+        staged(content, []) as descriptor,
+        contextlib.closing(staged_parts(descriptor, upload, [], part_pages, runs)) as parts,
+    ):
+        sent = parts.finish()
+        faithful = [
+            part.length_bytes
+            for part, (is_right, told) in zip(parts._planned, ways)
+            if part.path and is_right and told in ("CRC", "MD5")
+        ]
+        assert parts.copied_bytes == sum(faithful)
+    assert b"".join(upload.made[part.number] for part in sent) == content
 
 
 def sample_of_bytes(content: bytes) -> str:
