@@ -157,7 +157,8 @@ def test_parts_are_made_once_and_whole(data: st.DataObject, size_bytes: int, par
 class Unfaithful(Sent):
     """Copies parts, each as it is told to, and tells of each what is true of it, or not.
 
-    ways: for each part, whether its bytes are right, and what is told: CRC, MD5, NOTHING, OTHER, or SHORTER.
+    ways: for each part, whether its bytes are right, and what is told: CRC, MD5, NOTHING, OTHER (an MD5), or SHORTER
+    (with the CRC).
     """
 
     def __init__(self, source: bytes, ways: Sequence[tuple[bool, str]]) -> None:
@@ -171,7 +172,9 @@ class Unfaithful(Sent):
         data = data if is_right else bytes([data[0] ^ 1, *data[1:]])
         self.made[number] = data
         tag = md5(data).hexdigest() if told == "MD5" else md5(b"").hexdigest() if told == "OTHER" else "tag-1"
-        part = SentPart(number, f'"{tag}"', len(data) - (told == "SHORTER"), crc32(data) if told == "CRC" else None)
+        part = SentPart(
+            number, f'"{tag}"', len(data) - (told == "SHORTER"), crc32(data) if told in ("CRC", "SHORTER") else None
+        )
         self._told[number] = part
         return part
 
