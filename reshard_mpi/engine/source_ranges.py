@@ -12,7 +12,7 @@ from reshard_mpi.engine.open_files import Staging
 from reshard_mpi.engine.read import Stream, byte_runs
 from reshard_mpi.engine.shard_transfer import is_copied
 from reshard_mpi.filesystem.object_files import BLOCK_BYTES
-from reshard_mpi.filesystem.object_parts import CopiedRun
+from reshard_mpi.filesystem.object_parts import LEAST_PART_BYTES, CopiedRun, joined
 from reshard_mpi.filesystem.paths import is_object_path
 from reshard_mpi.filesystem.read_ahead import ReadAhead
 from reshard_mpi.formats.locations import ByteRanges
@@ -126,31 +126,39 @@ def shares_blocks(tensors: PlannedTensors) -> bool:
 
 
 def copied_runs(tensors: Iterable[TensorPlan], target: Manifest) -> list[CopiedRun]:
-    """Return the ranges of a target, ascending, that are ranges of objects, and long enough for a store to copy."""
-    found = []
+    """Return the ranges of a target, ascending, that are ranges of objects, and long enough for a store to copy.
+
+    Shorter ones are among them where they may be longer together with a neighbour of another tensor. All ranges of a
+    tensor of which a rank holds some columns would take more memory than its plan.
+    """
+    found = list[CopiedRun]()
     for tensor in tensors:
-        content = target.tensors[tensor.spec.name].source
-        assert isinstance(content, ByteRanges)
-        place, itemsize = Stream(content), tensor.spec.dtype.itemsize_bytes
-        if tensor.spec.size_bytes < _SHORTEST_BYTES or not is_copied(tensor):
-            continue
-        for copy in tensor.copies:
-            stored = copy.source.stored
-            if stored is None or copy.strides(tensor.spec.box).run_length * itemsize < _SHORTEST_BYTES:
-                continue
-            for runs in copy.strides(tensor.spec.box).runs():
-                for of_file in byte_runs(runs, itemsize, Stream(stored), place, place.within(None)):
-                    found += [
-                        CopiedRun(
-                            of_file.target_offset + number * of_file.target_step,
-                            of_file.length_bytes,
-                            of_file.source,
-                            of_file.source_offset + number * of_file.source_step,
-                        )
-                        for number in range(of_file.repeats)
-                        if is_object_path(of_file.source)
-                    ]
+        runs = joined(sorted(_runs_of(tensor, target)))
+        last = len(runs) - 1
+        found += (run for at, run in enumerate(runs) if at in (0, last) or run.length_bytes >= LEAST_PART_BYTES)
     return sorted(found)
+
+
+def _runs_of(tensor: TensorPlan, target: Manifest) -> Iterator[CopiedRun]:
+    """Yield the ranges of a tensor that are ranges of objects, but for those that are short."""
+    content = target.tensors[tensor.spec.name].source
+    assert isinstance(content, ByteRanges)
+    place, itemsize = Stream(content), tensor.spec.dtype.itemsize_bytes
+    if tensor.spec.size_bytes < _SHORTEST_BYTES or not is_copied(tensor):
+        return
+    for copy in tensor.copies:
+        stored = copy.source.stored
+        if stored is None or copy.strides(tensor.spec.box).run_length * itemsize < _SHORTEST_BYTES:
+            continue
+        for runs in copy.strides(tensor.spec.box).runs():
+            for of_file in byte_runs(runs, itemsize, Stream(stored), place, place.within(None)):
+                for number in range(of_file.repeats if is_object_path(of_file.source) else 0):
+                    yield CopiedRun(
+                        of_file.target_offset + number * of_file.target_step,
+                        of_file.length_bytes,
+                        of_file.source,
+                        of_file.source_offset + number * of_file.source_step,
+                    )
 
 
 def _ranges_of(

@@ -7,7 +7,9 @@ one, is sent from there.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +33,8 @@ from support.object_servers import Bucket, allowed, forget, names, objects, uplo
 from support.oracle import RawLayout
 
 from reshard_mpi.filesystem import object_uploads
+from reshard_mpi.filesystem.object_parts import CopiedRun, PlannedPart, plan_parts
+from reshard_mpi.journal import object_publication
 
 MIB = 1 << 20
 _RANKS = 3
@@ -176,6 +180,18 @@ def test_a_run_that_is_killed_between_copied_parts_is_resumed(
     assert_as_local(c, moto)
 
 
+def test_a_real_store_tells_the_sums_of_copied_parts_once_more(seaweedfs: Bucket, tmp_path: Path) -> None:
+    """What was copied before the run was killed is not made again, since the list of parts has its sum too."""
+    c = copied(tmp_path, seaweedfs, "safetensors", "--verify")
+    with before(seaweedfs.server) as proxy:
+        command = c.but(dst=seaweedfs / "out").arguments("transform")
+        kill_at(proxy, Operation.COPY_PART, [*COMMAND, *command], skip=1)
+        proxy.forget()
+        assert sent(c, seaweedfs, "--resume") == _COPIED_BYTES
+        assert proxy.counts[Operation.COPY_PART] == _RANKS - 2
+    assert_as_local(c, seaweedfs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("missing", ["ListMultipartUploadParts", "AbortMultipartUpload"])
 def test_rights_that_copied_parts_need(moto: Bucket, tmp_path: Path, missing: str) -> None:
@@ -193,4 +209,25 @@ def test_rights_that_copied_parts_need(moto: Bucket, tmp_path: Path, missing: st
         assert not [name for name in names(moto / "out") if name.startswith("rank_")]
         assert not uploads(moto)
         sent(c, moto, "--resume")
+    assert_as_local(c, moto)
+
+
+def test_runs_that_are_too_short_to_be_copied_are_not_kept(
+    moto: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be a million in a plan: one for each row of a tensor of which a rank holds columns."""
+    kept: list[int] = []
+
+    def counted(size_bytes: int, runs: Sequence[CopiedRun], **named: Any) -> list[PlannedPart]:
+        kept.append(len(runs))
+        return plan_parts(size_bytes, runs, **named)
+
+    monkeypatch.setattr(object_publication, "plan_parts", counted)
+    source, target = (Side(ranks, 1, {"w": RawLayout((ranks,), (-1, 0))}) for ranks in (1, 2))
+    tensors = {"w": np.arange(1 << 20, dtype=np.int32).reshape(16, 1 << 16)}
+    c = write_conversion(tmp_path, "safetensors", source, target, tensors)
+    upload(c.src, moto / "src")
+    c.but(src=moto / "src", dst=moto / "out").done("transform", "--verify")
+    assert kept == [2, 2]  # of 16 rows the first and the last, which might go on in another tensor
+    c.done("transform")
     assert_as_local(c, moto)
