@@ -140,7 +140,7 @@ def copied_runs(tensors: Iterable[TensorPlan], target: Manifest) -> list[CopiedR
 
 
 def _runs_of(tensor: TensorPlan, target: Manifest) -> Iterator[CopiedRun]:
-    """Yield the ranges of a tensor that are ranges of objects, but for those that are short."""
+    """Yield the ranges of a tensor that are ranges of objects, without short ones."""
     content = target.tensors[tensor.spec.name].source
     assert isinstance(content, ByteRanges)
     place, itemsize = Stream(content), tensor.spec.dtype.itemsize_bytes
