@@ -145,7 +145,7 @@ def write_shard(
 
 
 def last_of(steps: Generator[object, None, T]) -> T:
-    """Take all steps of a generator; return what it returns."""
+    """Take all steps of a generator; return its result."""
     while True:
         try:
             next(steps)

@@ -344,7 +344,7 @@ class Projection(NamedTuple):
         return max(self.planning_bytes, self.base_bytes + moved_bytes + records_bytes + decoding_bytes)
 
     def _records_bytes(self, plan: RankPlan) -> int:
-        """Return the memory for what is kept of each tensor of a target while it is written."""
+        """Return the memory for the records of a target's tensors while it is written."""
         size_bytes = self.tensor_bytes * len(plan.tensors)
         if self.writes and are_many(plan.tensors):
             size_bytes += _BATCHED_BYTES * plan.copies

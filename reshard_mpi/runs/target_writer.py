@@ -1,35 +1,29 @@
-"""Write targets whole or not at all (`Writer`)."""
+"""Write targets whole or not at all (`Writer`), those side by side that read the same of an object store."""
 
 from __future__ import annotations
 
-import os
-import pickle
 import time
-import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard_mpi import formats
 from reshard_mpi.engine.open_files import OnBytes, Staging, sync_and_drop_cache
 from reshard_mpi.engine.shard_transfer import Span, last_of, write_shard
-from reshard_mpi.errors import DisagreementError, ShardError, TransformError, told
-from reshard_mpi.filesystem.folders import FileIdentity
+from reshard_mpi.errors import ShardError, TransformError, told
 from reshard_mpi.filesystem.paths import is_object_path
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import Format
 from reshard_mpi.formats.structure import digest_besides
-from reshard_mpi.journal.publication import Publication, opened_partial
+from reshard_mpi.journal.publication import Publication
 from reshard_mpi.journal.target_records import TensorSum
 from reshard_mpi.planning.rank_plan import Limits, RankPlan
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.outcome import Failure, Outcome, Overflow, TargetReport, attempt, joined, merge, record_of
+from reshard_mpi.runs.outcome import Outcome, Overflow, TargetReport, attempt, joined
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress
-from reshard_mpi.runs.scheduling import TargetSlice
 from reshard_mpi.runs.target_plans import TargetPlans
 
 if TYPE_CHECKING:
@@ -60,23 +54,6 @@ def _not_as_meant(path: str, got: str) -> TransformError:
     )
 
 
-class Reserved(NamedTuple):
-    """A target that several processes are going to fill: its file exists, with everything but the payloads."""
-
-    rank: int
-    packed: bytes  # its manifest, compressed, since each process gets it of all targets and needs few
-    identity: FileIdentity  # of the file
-
-    @classmethod
-    def of(cls, rank: int, manifest: Manifest, identity: FileIdentity) -> Reserved:
-        return cls(rank, zlib.compress(pickle.dumps(manifest), level=1), identity)
-
-    def manifest(self) -> Manifest:
-        """Return the manifest of the file, with the place of each tensor."""
-        manifest: Manifest = pickle.loads(zlib.decompress(self.packed))
-        return manifest
-
-
 class ShareReport(NamedTuple):
     """One process's share of a target that has been filled, or read back and compared with its sources."""
 
@@ -88,20 +65,6 @@ class ShareReport(NamedTuple):
     seconds: float = 0.0
     overflows: tuple[Overflow, ...] = ()
     sums: tuple[TensorSum, ...] = ()  # of the tensors
-
-
-class FillReport(NamedTuple):
-    """A process's results on shared targets so far. outcome: with its failures."""
-
-    outcome: Outcome = Outcome()
-    reserved: tuple[Reserved, ...] = ()
-    filled: tuple[ShareReport, ...] = ()
-    verified: tuple[ShareReport, ...] = ()
-
-    def joined(self, others: Iterable[FillReport]) -> FillReport:
-        """Return this and the `others`, of the same process, as one."""
-        parts = [self, *others]
-        return merge(parts)._replace(outcome=self.outcome.joined(part.outcome for part in parts[1:]))
 
 
 def fill_file(
@@ -137,7 +100,7 @@ T = TypeVar("T")
 
 
 def _next_of(steps: Generator[float, None, Outcome]) -> float | Outcome:
-    """Take a step; return what it yields, or the outcome at the end."""
+    """Take a step; return the share that is written, or the outcome at the end."""
     try:
         return next(steps)
     except StopIteration as end:
@@ -145,21 +108,8 @@ def _next_of(steps: Generator[float, None, Outcome]) -> float | Outcome:
         return outcome
 
 
-class _Led(NamedTuple):
-    """A shared target that this process leads, between its reservation and its publication. begin: a monotonic time."""
-
-    publication: Publication
-    reserved: Reserved
-    begin: float
-    waited_seconds: float
-
-
 class Writer:
-    """Writes one process's part of the targets of a run.
-
-    Attributes:
-        memory: asked for each target; while this process waits for others of the run, processes in line get it.
-    """
+    """Writes targets of a run in one process. memory: asked for each of them."""
 
     def __init__(self, plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress) -> None:
         self._plans = plans
@@ -169,32 +119,9 @@ class Writer:
         self._progress = progress
         self._limits = plans.run.conversion.limits
         self._format = formats.by_name(plans.run.format)
-        self._led: dict[int, _Led] = {}
 
-    def write(self) -> Outcome:
-        """Write this process's part; return the outcome for the targets it leads. A failure does not stop the others.
-
-        Shared targets are filled after all others, so that processes wait as little as possible for one another.
-        """
-        self._progress.display.assigned(tuple(rank for rank in self._plans.own.leads if rank in self._plans.inputs))
-        if not any(work.shares for work in self._plans.assignments):
-            return self._write_alone()
-        with ExitStack() as publications:
-            begun = self._reserve(publications)
-            reserved = {target.rank: target for part in self._gathered(begun) for target in part.reserved}
-            alone = self._write_alone()
-            parts = self._gathered(self._fill(reserved))
-            if self._run.request.verify:
-                verified = self._gathered(self._verify(reserved, parts))
-                parts = [filled.joined([compared]) for filled, compared in zip(parts, verified)]
-            shared = self._publish(parts)
-        return begun.outcome.joined([alone, shared])
-
-    def _gathered(self, part: FillReport) -> list[FillReport]:
-        """Return the parts of all processes, in their order. part: this process's."""
-        return [record_of(FillReport, value) for value in self._comm.allgather(part)]
-
-    def _write_alone(self) -> Outcome:
+    def write_alone(self) -> Outcome:
+        """Write the targets that this process makes alone; return their outcome."""
         outcomes: list[Outcome] = []
         for ranks in self._plans.side_by_side():
             outcomes += self._write_side_by_side(ranks)
@@ -214,7 +141,7 @@ class Writer:
             shares = dict.fromkeys(ranks, -1.0)  # all are begun before one goes on
             while steps:
                 rank = min(steps, key=lambda rank: shares[rank])
-                result = self._attempt(rank, lambda rank: _next_of(steps[rank]))
+                result = self.attempt(rank, lambda rank: _next_of(steps[rank]))
                 if isinstance(result, Outcome):
                     del steps[rank]
                     yield result
@@ -226,111 +153,45 @@ class Writer:
     ) -> Generator[float, None, Outcome]:
         """Write a target; yield after each step the share of it that is written. together: all that are written."""
         begin = time.monotonic()
-        plan, waited_seconds = self._plan(rank, together)
+        plan, waited_seconds = self.plan(rank, together)
         self._progress.display.started(rank)
-        with self._writing(rank) as publication:
+        with self.writing(rank) as publication:
             if self._run.is_streamed:
                 self._choose_place(publication, plan)
-            manifest = self._reserved(publication, plan)
+            manifest = self.reserve(publication, plan)
             staging = self._staged(publication, plan, manifest)
+            descriptor = publication.descriptor
             if reading is not None:
                 reading.add(plan.tensors, manifest, None, staging)
             yield 0.0
-            filled = yield from fill_file(
-                plan,
-                manifest,
-                publication.descriptor,
-                None,
-                self._limits,
-                self._progress.moved,
-                staging,
-                None if reading is None else reading.ahead,
-            )
+            filled = yield from self._fill(plan, manifest, descriptor, None, staging, reading)
             sums: tuple[TensorSum, ...] = ()
             if self._run.request.verify:
-                sums = self._verified(plan, manifest, publication.descriptor, None, plan.written_bytes)
-            self._seal(publication, manifest, sums)
+                sums = self.verify(plan, manifest, descriptor, None, plan.written_bytes)
+            self.seal(publication, manifest, sums)
             filled = filled._replace(store_copied_bytes=publication.store_copied_bytes)
-        return self._finished(plan, begin, waited_seconds, [filled])
+        return self.finished(plan, begin, waited_seconds, [filled])
 
-    def _reserve(self, publications: ExitStack) -> FillReport:
-        """Make the files of the shared targets that this process leads, with everything but the payloads."""
+    def fill_span(self, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span) -> ShareReport:
+        """Fill a span of a file that other processes fill too."""
+        with self._reading() as reading:
+            if reading is not None:
+                reading.add(plan.tensors, manifest, span, None)
+            return last_of(self._fill(plan, manifest, descriptor, span, None, reading))
 
-        def reserve(rank: int) -> FillReport:
-            begin = time.monotonic()
-            plan, waited_seconds = self._plan(rank)
-            publication = publications.enter_context(self._writing(rank))
-            manifest = self._reserved(publication, plan)
-            reserved = Reserved.of(rank, manifest, publication.identity)
-            self._led[rank] = _Led(publication, reserved, begin, waited_seconds)
-            return FillReport(reserved=(reserved,))
-
-        shared = {share.target for share in self._plans.own.shares}
-        ranks = [rank for rank in self._plans.own.leads if rank in shared and rank in self._plans.inputs]
-        return FillReport().joined(record_of(FillReport, self._attempt(rank, reserve)) for rank in ranks)
-
-    def _fill(self, reservations: Mapping[int, Reserved]) -> FillReport:
-        """Fill this process's shares of the targets that have been reserved."""
-
-        def fill(
-            share: TargetSlice, plan: RankPlan, manifest: Manifest, descriptor: int, waited_seconds: float
-        ) -> FillReport:
-            span = share.range_of(os.fstat(descriptor).st_size)
-            self._progress.display.started(share.target)
-            with self._reading() as reading:
-                if reading is not None:
-                    reading.add(plan.tensors, manifest, span, None)
-                ahead = None if reading is None else reading.ahead
-                moved = self._progress.moved
-                filled = last_of(fill_file(plan, manifest, descriptor, span, self._limits, moved, None, ahead))
-            return FillReport(filled=(filled._replace(waited_seconds=waited_seconds),))
-
-        return self._of_shares(self._plans.own.shares, reservations, fill)
-
-    def _verify(self, reservations: Mapping[int, Reserved], parts: Sequence[FillReport]) -> FillReport:
-        """Compare this process's shares of the targets that all have filled with their sources."""
-
-        def verify(
-            share: TargetSlice, plan: RankPlan, manifest: Manifest, descriptor: int, waited_seconds: float
-        ) -> FillReport:
-            span = share.range_of(os.fstat(descriptor).st_size)
-            sums = self._verified(plan, manifest, descriptor, span, share.bytes_of(plan.written_bytes))
-            return FillReport(verified=(ShareReport(share.target, waited_seconds, sums=sums),))
-
-        filled = [
-            share for share in self._plans.own.shares if not self._parts_of(share.target, parts, verified=False)[1]
-        ]
-        return self._of_shares(filled, reservations, verify)
-
-    def _of_shares(
+    def _fill(
         self,
-        shares: Iterable[TargetSlice],
-        reservations: Mapping[int, Reserved],
-        do: Callable[[TargetSlice, RankPlan, Manifest, int, float], FillReport],
-    ) -> FillReport:
-        """Apply a function to each share whose target has been reserved; return the joined results.
+        plan: RankPlan,
+        manifest: Manifest,
+        descriptor: int,
+        span: Span | None,
+        staging: Staging | None,
+        reading: SharedReading | None,
+    ) -> Generator[float, None, ShareReport]:
+        ahead = None if reading is None else reading.ahead
+        return fill_file(plan, manifest, descriptor, span, self._limits, self._progress.moved, staging, ahead)
 
-        Args:
-            do: takes the share, the target's plan and manifest, its open file, and for how long memory was waited for.
-        """
-
-        def do_one(share: TargetSlice, rank: int) -> FillReport:
-            reserved = reservations[rank]
-            plan, waited_seconds = self._plan(rank)
-            manifest = reserved.manifest()
-            _require_planned_alike(plan, manifest, self._run.request.source)
-            with self._opened(rank, reserved) as descriptor:
-                report = do(share, plan, manifest, descriptor, waited_seconds)
-            # Whoever leads the target has looked at the sources at another time.
-            self._plans.inputs[rank].require_sources_unchanged(rank)
-            return report
-
-        there = (share for share in shares if share.target in reservations)
-        return FillReport().joined(
-            record_of(FillReport, self._attempt(share.target, partial(do_one, share))) for share in there
-        )
-
-    def _verified(
+    def verify(
         self, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span | None, size_bytes: int
     ) -> tuple[TensorSum, ...]:
         """Return the sums of the tensors in a filled `span`. Raises DamageError if they differ from their sources.
@@ -352,11 +213,11 @@ class Writer:
 
         return closing(SharedReading(self._limits))
 
-    def _writing(self, rank: int) -> AbstractContextManager[Publication]:
+    def writing(self, rank: int) -> AbstractContextManager[Publication]:
         path, say = self._run.path(rank), self._progress.display.say
         return self._plans.journal.writing(rank, path, self._plans.inputs[rank], say)
 
-    def _reserved(self, publication: Publication, plan: RankPlan) -> Manifest:
+    def reserve(self, publication: Publication, plan: RankPlan) -> Manifest:
         """Write all of a target but its payloads; return its manifest, with the place of each tensor."""
         shard = plan.shard._replace(with_sums=self._run.request.verify)
         return self._format.reserve(publication.descriptor, str(publication.partial), shard)
@@ -380,13 +241,7 @@ class Writer:
         assert isinstance(publication, ObjectPublication)
         return publication.stage(manifest, copied_runs(plan.tensors, manifest))
 
-    def _opened(self, rank: int, reserved: Reserved) -> AbstractContextManager[int]:
-        """Open the file of a target that this process, or another one, has reserved."""
-        if rank in self._led:
-            return nullcontext(self._led[rank].publication.descriptor)
-        return opened_partial(self._run.path(rank), Path(reserved.manifest().path).name, reserved.identity)
-
-    def _seal(self, publication: Publication, manifest: Manifest, sums: Sequence[TensorSum]) -> None:
+    def seal(self, publication: Publication, manifest: Manifest, sums: Sequence[TensorSum]) -> None:
         """Finish a target, read its structure back, and put it in place."""
         sums_by_name = {tensor.name: tensor.value for tensor in sums}
         self._format.seal(publication.descriptor, manifest.path, sums_by_name, crc=self._run.request.crc)
@@ -400,53 +255,7 @@ class Writer:
         besides = digest_besides(file, manifest.tensors.payload_spans()) if is_verified else ""
         publication.publish(sums, besides)
 
-    def _publish(self, parts: Sequence[FillReport]) -> Outcome:
-        """Put the shared targets that this process leads in place, if all other processes have done their parts."""
-
-        def publish(rank: int) -> Outcome:
-            led = self._led[rank]
-            filled, failures = self._parts_of(rank, parts, verified=self._run.request.verify)
-            if failures:
-                return Outcome(failures=failures)
-            compared = [verified for part in parts for verified in part.verified if verified.rank == rank]
-            plan, waited_seconds = self._plan(rank)
-            self._seal(led.publication, led.reserved.manifest(), _joined(compared, plan))
-            waited_seconds += led.waited_seconds + max((share.waited_seconds for share in compared), default=0.0)
-            return self._finished(plan, led.begin, waited_seconds, filled)
-
-        return Outcome().joined([self._attempt(rank, publish) for rank in self._led])
-
-    def _parts_of(
-        self, rank: int, parts: Sequence[FillReport], *, verified: bool
-    ) -> tuple[list[ShareReport], tuple[Failure, ...]]:
-        """Return the filled parts of the shared target `rank`, and failures of the processes that have not done theirs.
-
-        Args:
-            parts: of all processes; that of a process that died has only the outcome of its death.
-            verified: whether parts must have been verified too.
-        """
-        all_filled: list[ShareReport] = []
-        failures: list[Failure] = []
-        for process, (work, part) in enumerate(zip(self._plans.assignments, parts)):
-            if rank not in {share.target for share in work.shares}:
-                continue
-            own = [filled for filled in part.filled if filled.rank == rank]
-            is_whole = own and (not verified or any(share.rank == rank for share in part.verified))
-            if is_whole and not any(failure.rank == rank for failure in part.outcome.failures):
-                all_filled += own
-                continue
-            of_rank = [failure for failure in part.outcome.failures if failure.rank == rank]
-            of_process = [failure._replace(rank=rank) for failure in part.outcome.failures]
-            error = TransformError(
-                "a process did not do its part",
-                expected="all of the target filled and verified",
-                remedy="mend what failed there first",
-            )
-            unknown = Failure(rank, process, self._comm.hosts[process], error)
-            failures.append([*of_rank, *of_process, unknown][0])
-        return all_filled, tuple(failures)
-
-    def _plan(self, rank: int, together: Sequence[int] = ()) -> tuple[RankPlan, float]:
+    def plan(self, rank: int, together: Sequence[int] = ()) -> tuple[RankPlan, float]:
         """Wait for the memory that a target takes; return its plan, and the seconds waited.
 
         Args:
@@ -456,10 +265,10 @@ class Writer:
         self._memory.reserve_for_copying(self._plans.peak_bytes_of(together or (rank,)), purpose)
         return self._plans.plan(rank), self._memory.take_waited_seconds()
 
-    def _attempt(self, rank: int, do: Callable[[int], T]) -> T | Outcome:
+    def attempt(self, rank: int, do: Callable[[int], T]) -> T | Outcome:
         return attempt(partial(do, rank), self._comm, rank, self._run.path(rank))
 
-    def _finished(self, plan: RankPlan, begin: float, waited_seconds: float, filled: Sequence[ShareReport]) -> Outcome:
+    def finished(self, plan: RankPlan, begin: float, waited_seconds: float, filled: Sequence[ShareReport]) -> Outcome:
         """Return the outcome of a target that is complete now. begin: a monotonic time. filled: its parts."""
         rank = plan.target_rank
         report = TargetReport(
@@ -482,27 +291,3 @@ class Writer:
         self._progress.closed(plan.written_bytes)
         self._progress.finished(report)
         return Outcome((report,))
-
-
-def _require_planned_alike(plan: RankPlan, manifest: Manifest, source: str) -> None:
-    """Raise DisagreementError if the process that has reserved a shared target has planned other tensors."""
-    planned = {spec.name: (spec.dtype, spec.box.shape) for spec in plan.tensors.specs}
-    reserved = {name: (entry.dtype, entry.shape) for name, entry in manifest.tensors.items()}
-    if planned != reserved:
-        name = next(name for name in {**planned, **reserved} if planned.get(name) != reserved.get(name))
-        raise DisagreementError(
-            f"processes have planned target rank {plan.target_rank} differently",
-            expected="a source that does not change while it is read",
-            got=f"two forms of {name!r}",
-            where=source,
-            remedy="run the same command again when nothing writes to the source any more",
-        )
-
-
-def _joined(parts: Sequence[ShareReport], plan: RankPlan) -> tuple[TensorSum, ...]:
-    """Return the sums of a target's tensors, joined from its parts' sums."""
-    if not parts:
-        return ()
-    from reshard_mpi.journal.target_records import joined_sums
-
-    return joined_sums((part.sums for part in parts), plan.tensors.specs.names)

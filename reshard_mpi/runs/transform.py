@@ -9,7 +9,7 @@ return. Nothing is written before step 4.
 3. `compare_replicas`: compare replicas that must be the same, a sample, which shows if the strategy fits, and what a
    format that packs must find the same.
 4. `_begin`: make the target folder ready.
-5. `Writer.write`: write this process's targets (`runs/target_writer`). A target that fails does not stop the others.
+5. `write_targets`: write this process's targets. A target that fails does not stop the others.
 6. `_commit`, in process 0: commit the targets if all are complete.
 """
 
@@ -42,9 +42,9 @@ from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, ProgressStage, SliceCounter
 from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.shared_targets import write_targets
 from reshard_mpi.runs.target_needs import Workload, checking_bytes, require_room
 from reshard_mpi.runs.target_plans import PlanReport, TargetPlans
-from reshard_mpi.runs.target_writer import Writer
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.mapped_source import MappedCheckpoint
@@ -82,7 +82,7 @@ def convert(
     due = planned.due
     stage = ProgressStage(name, due.size_bytes, due.targets, ready=due.ready, phases=phases)
     progress.begin(stage, plans.own_bytes, plans.led_bytes)
-    own = plans.report.outcome.joined([Writer(plans, comm, memory, progress).write()])
+    own = plans.report.outcome.joined([write_targets(plans, comm, memory, progress)])
     outcome = outcome._replace(processes=comm.size).joined(comm.allgather(own))
     if not request.recorded and request.files is None:
         return outcome

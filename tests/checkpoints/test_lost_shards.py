@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,8 +38,7 @@ from support.oracle import RawLayout
 import reshard_mpi
 from reshard_mpi.checkpoints import source
 from reshard_mpi.errors import DisagreementError, ShardError, TransformError
-from reshard_mpi.runs import target_plans
-from reshard_mpi.runs.target_writer import Writer
+from reshard_mpi.runs import target_plans, transform
 
 # Two targets a source rank, so both that look to rank 0 first may be made by different processes.
 EIGHT_LAYOUTS = {"w": RawLayout((8,), (0, -1)), "b": RawLayout((8,), (-1,))}
@@ -402,14 +402,14 @@ def test_a_file_that_is_truncated_after_it_was_planned_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, kept: bool
 ) -> None:
     c = make(tmp_path, kind)
-    write = Writer.write
+    write = transform.write_targets
 
-    def truncate_and_write(writer: Writer) -> object:
+    def truncate_and_write(*of_run: Any) -> object:
         os.truncate(c.shard(2), 100)
-        return write(writer)
+        return write(*of_run)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Writer, "write", truncate_and_write)
+        patch.setattr(transform, "write_targets", truncate_and_write)
         if not kept:
             patch.setattr(target_plans, "MAX_KEPT_PLANS", 0)
             patch.setattr(source, "MAX_KEPT_BYTES", 1)

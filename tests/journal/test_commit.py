@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -640,12 +640,12 @@ def test_a_run_that_has_failed_at_what_another_has_made(c: Conversion, monkeypat
     """Whoever comes last commits, whatever it has made itself: the other could not, since targets were missing."""
     write_target = Writer._write_target
 
-    def write(self: Writer, rank: int) -> Outcome:
+    def write(self: Writer, rank: int, *more: Any) -> Generator[float, None, Outcome]:
         if rank == 0:
             transform_apart(c, "--rank", "0", check=True)
             assert not (c.dst / "reshard.json").exists()
             raise TargetError("target rank 0 is being written by another process")
-        return write_target(self, rank)
+        return (yield from write_target(self, rank, *more))
 
     monkeypatch.setattr(Writer, "_write_target", write)
     assert "target rank 0 is being written" in c.refused(code=4)

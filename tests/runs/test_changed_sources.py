@@ -147,7 +147,7 @@ def test_a_source_that_is_saved_over_while_it_is_read(
     fill = target_writer.fill_file
 
     def save_over(plan, *arguments):
-        filled = fill(plan, *arguments)
+        filled = yield from fill(plan, *arguments)
         if plan.target_rank == 1:
             later(c, 3)
         return filled
@@ -426,9 +426,9 @@ def test_a_source_that_is_written_to_and_then_taken_away_while_it_is_read(
 
     def change_fill_and_take_away(plan, *arguments):
         if plan.target_rank != 1:
-            return fill(plan, *arguments)
+            return (yield from fill(plan, *arguments))
         in_place(c)
-        filled = fill(plan, *arguments)
+        filled = yield from fill(plan, *arguments)
         c.src.rename(c.folder / "elsewhere")
         return filled
 

@@ -24,7 +24,7 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.locations import ByteRange, ByteRanges
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
-from reshard_mpi.runs.target_writer import Reserved
+from reshard_mpi.runs.shared_targets import Reserved
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement
@@ -49,7 +49,7 @@ from reshard_mpi.planning.rank_plan import Limits
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal.publication import Publication
 from reshard_mpi import formats
-from reshard_mpi.engine.shard_transfer import write_shard
+from reshard_mpi.engine.shard_transfer import last_of, write_shard
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 
@@ -61,7 +61,7 @@ conversion.limits = limits
 with Folder.open(Path(target).parent) as folder, Publication(folder, Path(target).name) as publication:
     plan, module, descriptor = conversion.plan(1), formats.by_name("ckpt"), publication.descriptor
     manifest = module.reserve(descriptor, str(publication.partial), plan.shard)
-    write_shard(plan, manifest, descriptor, span=None, limits=limits, on_bytes=lambda _: None)
+    last_of(write_shard(plan, manifest, descriptor, span=None, limits=limits, on_bytes=lambda _: None))
     module.seal(descriptor, manifest.path)
     publication.publish()
 """

@@ -17,7 +17,7 @@ division.CUT_BYTES = 16  # so that the small files here are filled by several pr
 fill = target_writer.fill_file
 
 def stand_in(plan, manifest, descriptor, span, *more):
-    filled = fill(plan, manifest, descriptor, span, *more)
+    filled = yield from fill(plan, manifest, descriptor, span, *more)
     if {when}:
         {do}
     return filled

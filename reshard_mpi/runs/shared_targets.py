@@ -1,0 +1,261 @@
+"""Write the targets of a run, also those that several processes of a host fill together (`write_targets`)."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from reshard_mpi.errors import DisagreementError, TransformError
+from reshard_mpi.filesystem.folders import FileIdentity
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.journal.publication import Publication, opened_partial
+from reshard_mpi.journal.target_records import TensorSum
+from reshard_mpi.planning.rank_plan import RankPlan
+from reshard_mpi.processes.comm import Comm
+from reshard_mpi.runs.outcome import Failure, Outcome, merge, record_of
+from reshard_mpi.runs.process_memory import RunMemory
+from reshard_mpi.runs.progress import Progress
+from reshard_mpi.runs.scheduling import TargetSlice
+from reshard_mpi.runs.target_plans import TargetPlans
+from reshard_mpi.runs.target_writer import ShareReport, Writer
+
+
+def write_targets(plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress) -> Outcome:
+    """Write this process's part of a run; return the outcome for the targets it leads. A failure stops no others.
+
+    Shared targets are filled after all others, so that processes wait as little as possible for one another.
+
+    Args:
+        memory: asked for each target; while this process waits for others of the run, processes in line get it.
+    """
+    writer = Writer(plans, comm, memory, progress)
+    progress.display.assigned(tuple(rank for rank in plans.own.leads if rank in plans.inputs))
+    if not any(work.shares for work in plans.assignments):
+        return writer.write_alone()
+    shared = SharedTargets(writer, plans, comm, progress)
+    with ExitStack() as publications:
+        begun = shared.reserve(publications)
+        reserved = {target.rank: target for part in _gathered(comm, begun) for target in part.reserved}
+        alone = writer.write_alone()
+        parts = _gathered(comm, shared.fill(reserved))
+        if plans.run.request.verify:
+            verified = _gathered(comm, shared.verify(reserved, parts))
+            parts = [filled.joined([compared]) for filled, compared in zip(parts, verified)]
+        published = shared.publish(parts)
+    return begun.outcome.joined([alone, published])
+
+
+class Reserved(NamedTuple):
+    """A target that several processes are going to fill: its file exists, with everything but the payloads."""
+
+    rank: int
+    packed: bytes  # its manifest, compressed, since each process gets it of all targets and needs few
+    identity: FileIdentity  # of the file
+
+    @classmethod
+    def of(cls, rank: int, manifest: Manifest, identity: FileIdentity) -> Reserved:
+        return cls(rank, zlib.compress(pickle.dumps(manifest), level=1), identity)
+
+    def manifest(self) -> Manifest:
+        """Return the manifest of the file, with the place of each tensor."""
+        manifest: Manifest = pickle.loads(zlib.decompress(self.packed))
+        return manifest
+
+
+class FillReport(NamedTuple):
+    """A process's results on shared targets so far. outcome: with its failures."""
+
+    outcome: Outcome = Outcome()
+    reserved: tuple[Reserved, ...] = ()
+    filled: tuple[ShareReport, ...] = ()
+    verified: tuple[ShareReport, ...] = ()
+
+    def joined(self, others: Iterable[FillReport]) -> FillReport:
+        """Return this and the `others`, of the same process, as one."""
+        parts = [self, *others]
+        return merge(parts)._replace(outcome=self.outcome.joined(part.outcome for part in parts[1:]))
+
+
+class _Led(NamedTuple):
+    """A shared target that this process leads, between its reservation and its publication. begin: a monotonic time."""
+
+    publication: Publication
+    reserved: Reserved
+    begin: float
+    waited_seconds: float
+
+
+class SharedTargets:
+    """The targets that this process fills together with others of its host."""
+
+    def __init__(self, writer: Writer, plans: TargetPlans, comm: Comm, progress: Progress) -> None:
+        self._writer = writer
+        self._plans = plans
+        self._run = plans.run
+        self._comm = comm
+        self._progress = progress
+        self._led: dict[int, _Led] = {}
+
+    def reserve(self, publications: ExitStack) -> FillReport:
+        """Make the files of the targets that this process leads, with everything but the payloads.
+
+        Args:
+            publications: keeps them open until all are published.
+        """
+
+        def reserve(rank: int) -> FillReport:
+            begin = time.monotonic()
+            plan, waited_seconds = self._writer.plan(rank)
+            publication = publications.enter_context(self._writer.writing(rank))
+            manifest = self._writer.reserve(publication, plan)
+            reserved = Reserved.of(rank, manifest, publication.identity)
+            self._led[rank] = _Led(publication, reserved, begin, waited_seconds)
+            return FillReport(reserved=(reserved,))
+
+        shared = {share.target for share in self._plans.own.shares}
+        ranks = [rank for rank in self._plans.own.leads if rank in shared and rank in self._plans.inputs]
+        return FillReport().joined(record_of(FillReport, self._writer.attempt(rank, reserve)) for rank in ranks)
+
+    def fill(self, reservations: Mapping[int, Reserved]) -> FillReport:
+        """Fill this process's shares of the targets that have been reserved."""
+
+        def fill(
+            share: TargetSlice, plan: RankPlan, manifest: Manifest, descriptor: int, waited_seconds: float
+        ) -> FillReport:
+            span = share.range_of(os.fstat(descriptor).st_size)
+            self._progress.display.started(share.target)
+            filled = self._writer.fill_span(plan, manifest, descriptor, span)
+            return FillReport(filled=(filled._replace(waited_seconds=waited_seconds),))
+
+        return self._of_shares(self._plans.own.shares, reservations, fill)
+
+    def verify(self, reservations: Mapping[int, Reserved], parts: Sequence[FillReport]) -> FillReport:
+        """Compare this process's shares of the targets that all have filled with their sources."""
+
+        def verify(
+            share: TargetSlice, plan: RankPlan, manifest: Manifest, descriptor: int, waited_seconds: float
+        ) -> FillReport:
+            span = share.range_of(os.fstat(descriptor).st_size)
+            sums = self._writer.verify(plan, manifest, descriptor, span, share.bytes_of(plan.written_bytes))
+            return FillReport(verified=(ShareReport(share.target, waited_seconds, sums=sums),))
+
+        filled = [
+            share for share in self._plans.own.shares if not self._parts_of(share.target, parts, verified=False)[1]
+        ]
+        return self._of_shares(filled, reservations, verify)
+
+    def _of_shares(
+        self,
+        shares: Iterable[TargetSlice],
+        reservations: Mapping[int, Reserved],
+        do: Callable[[TargetSlice, RankPlan, Manifest, int, float], FillReport],
+    ) -> FillReport:
+        """Apply a function to each share whose target has been reserved; return the joined results.
+
+        Args:
+            do: takes the share, the target's plan and manifest, its open file, and for how long memory was waited for.
+        """
+
+        def do_one(share: TargetSlice, rank: int) -> FillReport:
+            reserved = reservations[rank]
+            plan, waited_seconds = self._writer.plan(rank)
+            manifest = reserved.manifest()
+            _require_planned_alike(plan, manifest, self._run.request.source)
+            with self._opened(rank, reserved) as descriptor:
+                report = do(share, plan, manifest, descriptor, waited_seconds)
+            # Whoever leads the target has looked at the sources at another time.
+            self._plans.inputs[rank].require_sources_unchanged(rank)
+            return report
+
+        there = (share for share in shares if share.target in reservations)
+        return FillReport().joined(
+            record_of(FillReport, self._writer.attempt(share.target, partial(do_one, share))) for share in there
+        )
+
+    def _opened(self, rank: int, reserved: Reserved) -> AbstractContextManager[int]:
+        """Open the file of a target that this process, or another one, has reserved."""
+        if rank in self._led:
+            return nullcontext(self._led[rank].publication.descriptor)
+        return opened_partial(self._run.path(rank), Path(reserved.manifest().path).name, reserved.identity)
+
+    def publish(self, parts: Sequence[FillReport]) -> Outcome:
+        """Put the shared targets that this process leads in place, if all other processes have done their parts."""
+
+        def publish(rank: int) -> Outcome:
+            led = self._led[rank]
+            filled, failures = self._parts_of(rank, parts, verified=self._run.request.verify)
+            if failures:
+                return Outcome(failures=failures)
+            compared = [verified for part in parts for verified in part.verified if verified.rank == rank]
+            plan, waited_seconds = self._writer.plan(rank)
+            self._writer.seal(led.publication, led.reserved.manifest(), _joined(compared, plan))
+            waited_seconds += led.waited_seconds + max((share.waited_seconds for share in compared), default=0.0)
+            return self._writer.finished(plan, led.begin, waited_seconds, filled)
+
+        return Outcome().joined([self._writer.attempt(rank, publish) for rank in self._led])
+
+    def _parts_of(
+        self, rank: int, parts: Sequence[FillReport], *, verified: bool
+    ) -> tuple[list[ShareReport], tuple[Failure, ...]]:
+        """Return the filled parts of the shared target `rank`, and failures of the processes that have not done theirs.
+
+        Args:
+            parts: of all processes; that of a process that died has only the outcome of its death.
+            verified: whether parts must have been verified too.
+        """
+        all_filled: list[ShareReport] = []
+        failures: list[Failure] = []
+        for process, (work, part) in enumerate(zip(self._plans.assignments, parts)):
+            if rank not in {share.target for share in work.shares}:
+                continue
+            own = [filled for filled in part.filled if filled.rank == rank]
+            is_whole = own and (not verified or any(share.rank == rank for share in part.verified))
+            if is_whole and not any(failure.rank == rank for failure in part.outcome.failures):
+                all_filled += own
+                continue
+            of_rank = [failure for failure in part.outcome.failures if failure.rank == rank]
+            of_process = [failure._replace(rank=rank) for failure in part.outcome.failures]
+            error = TransformError(
+                "a process did not do its part",
+                expected="all of the target filled and verified",
+                remedy="mend what failed there first",
+            )
+            unknown = Failure(rank, process, self._comm.hosts[process], error)
+            failures.append([*of_rank, *of_process, unknown][0])
+        return all_filled, tuple(failures)
+
+
+def _gathered(comm: Comm, part: FillReport) -> list[FillReport]:
+    """Return the parts of all processes, in their order. part: this process's."""
+    return [record_of(FillReport, value) for value in comm.allgather(part)]
+
+
+def _require_planned_alike(plan: RankPlan, manifest: Manifest, source: str) -> None:
+    """Raise DisagreementError if the process that has reserved a shared target has planned other tensors."""
+    planned = {spec.name: (spec.dtype, spec.box.shape) for spec in plan.tensors.specs}
+    reserved = {name: (entry.dtype, entry.shape) for name, entry in manifest.tensors.items()}
+    if planned != reserved:
+        name = next(name for name in {**planned, **reserved} if planned.get(name) != reserved.get(name))
+        raise DisagreementError(
+            f"processes have planned target rank {plan.target_rank} differently",
+            expected="a source that does not change while it is read",
+            got=f"two forms of {name!r}",
+            where=source,
+            remedy="run the same command again when nothing writes to the source any more",
+        )
+
+
+def _joined(parts: Sequence[ShareReport], plan: RankPlan) -> tuple[TensorSum, ...]:
+    """Return the sums of a target's tensors, joined from its parts' sums."""
+    if not parts:
+        return ()
+    from reshard_mpi.journal.target_records import joined_sums
+
+    return joined_sums((part.sums for part in parts), plan.tensors.specs.names)
