@@ -91,7 +91,7 @@ def _source_ranges(targets: Iterable[_FilledTarget], turn_bytes: int) -> Iterato
 
 
 def _turns(target: _FilledTarget, number: int, turn_bytes: int) -> Iterator[tuple[float, int, list[SourceRange]]]:
-    """Yield the share of a target that is filled, its number, and the ranges that its next step needs, for all steps."""
+    """Yield for each step of a target the share that is filled before, its number, and the ranges that it needs."""
     size_bytes = max(1, sum(len(group.names) * group.kind.size_bytes for group in target.tensors.groups))
     done_bytes = 0
     for tensor in target.tensors:
@@ -110,7 +110,7 @@ def _turns(target: _FilledTarget, number: int, turn_bytes: int) -> Iterator[tupl
 
 
 def shares_blocks(tensors: PlannedTensors) -> bool:
-    """Tell whether much of a target is short parts of objects, between which lie those of other targets."""
+    """Tell whether much of a target is short parts of objects, with parts of other targets between them."""
     short_bytes = all_bytes = 0
     for group in tensors.groups:
         tensor, count = group.tensor(0), len(group.names)

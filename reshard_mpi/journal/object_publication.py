@@ -33,11 +33,11 @@ from reshard_mpi.formats.structure import digest_besides, write_all
 from reshard_mpi.journal.publication import Publication
 from reshard_mpi.journal.target_records import TensorSum, sample_of, sampled_pages
 
-# How many parts a process sends at once; as many lie in memory besides those that are being filled. A target copies as
-# many.
+# How many parts a process sends at once; they lie in memory, and so do parts that are being filled. As many parts of a
+# target are copied at once.
 _UNDER_WAY = 4
 _sending = threading.BoundedSemaphore(_UNDER_WAY)
-# Memory for parts that are sent or being filled; and for those of one more target that is filled at the same time.
+# Memory for parts that are sent or being filled, and for parts of each further target that is filled at the same time.
 STAGED_BYTES = (_UNDER_WAY + 4) * SENT_BYTES
 FILLED_BYTES = 2 * SENT_BYTES
 _PAGE_BYTES = 4096

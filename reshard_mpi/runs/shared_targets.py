@@ -1,4 +1,4 @@
-"""Write the targets of a run, also those that several processes of a host fill together (`write_targets`)."""
+"""Write the targets of a run, also files that several processes of a host fill together (`write_targets`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write targets whole or not at all (`Writer`), those side by side that read the same of an object store."""
+"""Write targets whole or not at all (`Writer`), several side by side if they read the same of an object store."""
 
 from __future__ import annotations
 
