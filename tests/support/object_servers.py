@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import json
 import os
@@ -52,8 +53,12 @@ IDENTITIES = {
 
 _MOTO = """\
 import logging, sys
+from moto import backends
 from moto.server import ThreadedMotoServer
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
+# It looks through the folders of all services that it stands for, at every request.
+services = frozenset(backends.list_of_moto_modules())
+backends.list_of_moto_modules = lambda: services
 server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
 server.start()
 print(server.get_host_and_port()[1], flush=True)
@@ -122,6 +127,8 @@ def in_environment(server: ObjectServer, endpoint: str = "") -> Iterator[None]:
                 patch.delenv(name)
         for name, value in server.variables(endpoint).items():
             patch.setenv(name, value)
+        # What botocore knows of the services it would read anew for each client, which takes as long as many requests.
+        patch.setattr(importlib.import_module("botocore.session"), "create_loader", _loader)
         _IN_USE.append(server)
         forget()
         try:
@@ -129,6 +136,13 @@ def in_environment(server: ObjectServer, endpoint: str = "") -> Iterator[None]:
         finally:
             _IN_USE.pop()
             forget()
+
+
+@functools.cache
+def _loader(search_path: str | None = None) -> Any:
+    from botocore.loaders import create_loader
+
+    return create_loader(search_path)
 
 
 def forget() -> None:
