@@ -189,14 +189,17 @@ def test_a_key_that_says_which_branch_it_is(tmp_path: Path, name: str, key: str,
 
 @pytest.mark.parametrize(
     "content",
-    [
-        {"model": MODEL, "epoch": 3},  # not alone
-        {"optimizer": OPTIMIZER},  # another branch
-        {"model.0.w": weights(1), "model.1.w": weights(2)},  # names, no dictionary
-        {"model": weights(1)},  # a tensor
-        {"w": weights(1), "note": "a text"},
-        [weights(1), weights(2)],
-    ],
+    few(
+        2,
+        [
+            {"model": MODEL, "epoch": 3},  # not alone
+            {"optimizer": OPTIMIZER},  # another branch
+            {"model.0.w": weights(1), "model.1.w": weights(2)},  # names, no dictionary
+            {"model": weights(1)},  # a tensor
+            {"w": weights(1), "note": "a text"},
+            [weights(1), weights(2)],
+        ],
+    ),
 )
 def test_a_key_that_does_not_say_which_branch_it_is(tmp_path: Path, content: Any) -> None:
     save(tmp_path / "src" / "model.pt", content)
@@ -325,7 +328,7 @@ def test_folders(tmp_path: Path) -> None:
     assert loaded(tmp_path / "alone") == plain({"optimizer": OPTIMIZER})
 
 
-@pytest.mark.parametrize("name", ["optimizer_0", "optimizer_1", "scaler"])
+@pytest.mark.parametrize("name", few(2, ["optimizer_0", "optimizer_1", "scaler"]))
 def test_a_target_that_would_be_a_branch_of_its_source(tmp_path: Path, name: str) -> None:
     source = make_folders(tmp_path / "src")
     assert name in refused("transform", source, source / name, "--to", "dcp")
@@ -352,12 +355,15 @@ def spoil_models(source: Path) -> None:
 
 @pytest.mark.parametrize(
     "spoil, words",
-    [
-        (spoil_index, ["optimizer_0", ".metadata"]),
-        (spoil_file, ["optimizer_0", "__0_0.distcp"]),
-        (spoil_number, ["pytorch_model_fsdp_0, optimizer_1"]),
-        (spoil_models, ["pytorch_model_fsdp_0, pytorch_model_fsdp_1", "by itself"]),
-    ],
+    few(
+        2,
+        [
+            (spoil_index, ["optimizer_0", ".metadata"]),
+            (spoil_file, ["optimizer_0", "__0_0.distcp"]),
+            (spoil_number, ["pytorch_model_fsdp_0, optimizer_1"]),
+            (spoil_models, ["pytorch_model_fsdp_0, pytorch_model_fsdp_1", "by itself"]),
+        ],
+    ),
 )
 def test_folders_that_do_not_belong_together(tmp_path: Path, spoil: Callable[[Path], None], words: list[str]) -> None:
     source = make_folders(tmp_path / "src")
@@ -442,34 +448,41 @@ def test_a_rank_that_lacks_a_file(tmp_path: Path, make: Callable[[Path], Path], 
 
 @pytest.mark.parametrize(
     "spoil, error, words",
-    [
-        (files("data.pt"), SourceError, ["data.pt"]),
-        (files("scheduler.pt", tree=SCHEDULER), SourceError, ["scheduler.pt"]),
-        (
-            lambda source: shutil.copy(source / "optim_world_size_4_rank_0.pt", source / "adam_world_size_4_rank_0.pt"),
-            SourceError,
-            ["adam_world_size_4_rank_0.pt"],
-        ),
-        (
-            lambda source: shutil.copy(
-                source / "model_world_size_4_rank_0.pt", source / "model_world_size_4_rank_9.pt"
+    few(
+        2,
+        [
+            (files("data.pt"), SourceError, ["data.pt"]),
+            (files("scheduler.pt", tree=SCHEDULER), SourceError, ["scheduler.pt"]),
+            (
+                lambda source: shutil.copy(
+                    source / "optim_world_size_4_rank_0.pt", source / "adam_world_size_4_rank_0.pt"
+                ),
+                SourceError,
+                ["adam_world_size_4_rank_0.pt"],
             ),
-            SourceError,
-            ["rank 0", "model_world_size_4_rank_9.pt"],
-        ),
-        (
-            lambda source: shutil.copy(source / "model_world_size_4_rank_0.pt", source / "ema_model_size_4_rank_0.pt"),
-            SourceError,
-            ["ema_model_size_4_rank_0.pt"],
-        ),
-        (
-            lambda source: shutil.copy(
-                source / "optim_world_size_4_rank_1.pt", source / "optim_world_size_4_rank_0.pt"
+            (
+                lambda source: shutil.copy(
+                    source / "model_world_size_4_rank_0.pt", source / "model_world_size_4_rank_9.pt"
+                ),
+                SourceError,
+                ["rank 0", "model_world_size_4_rank_9.pt"],
             ),
-            CoverageError,  # the rank counts as lost
-            ["rank 0 of 4", "rank 1 of 4"],
-        ),
-    ],
+            (
+                lambda source: shutil.copy(
+                    source / "model_world_size_4_rank_0.pt", source / "ema_model_size_4_rank_0.pt"
+                ),
+                SourceError,
+                ["ema_model_size_4_rank_0.pt"],
+            ),
+            (
+                lambda source: shutil.copy(
+                    source / "optim_world_size_4_rank_1.pt", source / "optim_world_size_4_rank_0.pt"
+                ),
+                CoverageError,  # the rank counts as lost
+                ["rank 0 of 4", "rank 1 of 4"],
+            ),
+        ],
+    ),
 )
 def test_files_beside_those_of_ranks(
     tmp_path: Path, spoil: Callable[[Path], Any], error: type[ReshardError], words: list[str]

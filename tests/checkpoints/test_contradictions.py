@@ -33,12 +33,15 @@ ROWS = {"w": np.arange(144, dtype=np.float32).reshape(12, 12)}
 
 @pytest.mark.parametrize(
     ("spoiled", "got"),
-    [
-        (np.zeros((3, 11), np.float32), "shape [3, 11]"),
-        (np.zeros((3, 12), np.float64), "float64"),
-        (np.zeros((2, 12), np.float32), "shape [2, 12]"),
-        (np.zeros(36, np.float32), "shape [36]"),
-    ],
+    few(
+        2,
+        [
+            (np.zeros((3, 11), np.float32), "shape [3, 11]"),
+            (np.zeros((3, 12), np.float64), "float64"),
+            (np.zeros((2, 12), np.float32), "shape [2, 12]"),
+            (np.zeros(36, np.float32), "shape [36]"),
+        ],
+    ),
     ids=["columns", "type", "rows", "dimensions"],
 )
 def test_the_only_holder_of_a_part_that_the_others_contradict(tmp_path: Path, spoiled: np.ndarray, got: str) -> None:
@@ -202,7 +205,7 @@ def test_what_was_never_saved_need_not_be_placed_and_a_stage_that_is_gone_may_ho
 @pytest.mark.parametrize("holder", few(1, [0, 1]))
 @pytest.mark.parametrize(
     ("elements", "source", "target"),
-    [(4, -1, None), (4, -1, -1), (4, -1, 0), (0, -1, None), (0, -1, -1), (0, 0, 0), (0, 0, -1)],
+    few(2, [(4, -1, None), (4, -1, -1), (4, -1, 0), (0, -1, None), (0, -1, -1), (0, 0, 0), (0, 0, -1)]),
 )
 def test_what_one_rank_alone_has_saved(
     tmp_path: Path, holder: int, elements: int, source: int, target: int | None
@@ -280,7 +283,9 @@ def test_a_string_in_place_of_a_tensor_that_others_hold(c: Conversion, name: str
 # Copies that should be the same, but that only the target cuts
 
 
-@pytest.mark.parametrize(("ranks", "options"), one_at_a_time([2, 4], [(), ("--strict",), ("--replicas", "check")]))
+@pytest.mark.parametrize(
+    ("ranks", "options"), few(2, one_at_a_time([2, 4], [(), ("--strict",), ("--replicas", "check")]))
+)
 def test_what_only_the_target_cuts_is_not_made_of_copies_that_differ(
     tmp_path: Path, ranks: int, options: tuple[str, ...]
 ) -> None:

@@ -119,7 +119,7 @@ def test_sums_in_the_record_tell_whether_it_is_another_one(tmp_path: Path, form:
     assert not reshard_mpi.verify(out).warnings
 
 
-@pytest.mark.parametrize(("form", "most_bytes"), [("dcp", None), ("hf", 300), ("hf", 600)])
+@pytest.mark.parametrize(("form", "most_bytes"), few(2, [("dcp", None), ("hf", 300), ("hf", 600)]))
 def test_a_checkpoint_in_the_place_of_a_run_is_no_damage_of_it(
     tmp_path: Path, form: str, most_bytes: int | None
 ) -> None:

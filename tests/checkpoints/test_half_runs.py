@@ -366,7 +366,8 @@ def test_half_replaced_targets_through_links_to_all_files(tmp_path: Path, form: 
 
 @pytest.mark.parametrize("by", ["commit", "resume"])
 @pytest.mark.parametrize(
-    ("state", "refusal"), [(1, "committed by another run"), (2, "another file in the place|has not written lies where")]
+    ("state", "refusal"),
+    few(1, [(1, "committed by another run"), (2, "another file in the place|has not written lies where")]),
 )
 def test_records_of_an_older_run_over_a_newer_one_are_not_committed(
     tmp_path: Path, by: str, state: int, refusal: str

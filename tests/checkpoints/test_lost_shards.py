@@ -69,7 +69,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @of_every_kind
-@pytest.mark.parametrize("damage", few(3, DAMAGE))
+@pytest.mark.parametrize("damage", few(2, DAMAGE))
 def test_a_damaged_shard_is_replaced_and_told(tmp_path: Path, kind: str, damage: str) -> None:
     c = make(tmp_path, kind)
     DAMAGE[damage](c.shard(0))
@@ -185,13 +185,16 @@ def test_a_map_that_names_only_some_ranks_misses_none(
 @of_every_kind
 @pytest.mark.parametrize(
     ("name", "array", "expected", "got"),
-    [
-        ("w", np.zeros((8, 3), np.float32), "[8, 4]", "shape [8, 3]"),
-        ("w", np.zeros((8, 2), np.float64), "float32", "float64"),
-        ("w", np.zeros(16, np.float32), "[8, 4]", "shape [16]"),
-        ("b", np.zeros(9, np.int64), "[8]", "shape [9]"),
-        ("moments.w", np.zeros((8, 1), np.float32), "[8, 2]", "shape [8, 1] on rank 1"),
-    ],
+    few(
+        2,
+        [
+            ("w", np.zeros((8, 3), np.float32), "[8, 4]", "shape [8, 3]"),
+            ("w", np.zeros((8, 2), np.float64), "float32", "float64"),
+            ("w", np.zeros(16, np.float32), "[8, 4]", "shape [16]"),
+            ("b", np.zeros(9, np.int64), "[8]", "shape [9]"),
+            ("moments.w", np.zeros((8, 1), np.float32), "[8, 2]", "shape [8, 1] on rank 1"),
+        ],
+    ),
     ids=["shape", "type", "dimensions", "replicated", "follower"],
 )
 def test_a_shard_that_another_one_contradicts_is_refused_with_both_and_replaced_once_it_is_gone(

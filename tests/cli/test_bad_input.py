@@ -448,7 +448,11 @@ def drop_without_a_target_strategy(c: Conversion) -> Conversion:
     return c.but(dst_strategy=None, options=("--unlisted", "drop"))
 
 
-EVERY = [pytest.param(name, kind, id=f"{name}-{kind}") for name, case in CASES.items() for kind in case.kinds]
+EVERY = [
+    pytest.param(name, kind, id=f"{name}-{kind}", marks=pytest.mark.slow if kind != case.kinds[0] else ())
+    for name, case in CASES.items()
+    for kind in case.kinds
+]
 
 
 def spoiled(tmp_path: Path, name: str, kind: str) -> Conversion:

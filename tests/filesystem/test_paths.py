@@ -101,7 +101,7 @@ OUTPUTS = [
 
 
 @pytest.mark.parametrize(
-    ("output", "obstacle"), [*one_at_a_time(OUTPUTS, OBSTACLES), *((a_lock, name) for name in [*OBSTACLES][1:])]
+    ("output", "obstacle"), few(4, [*one_at_a_time(OUTPUTS, OBSTACLES), *((a_lock, name) for name in [*OBSTACLES][1:])])
 )
 def test_only_files_are_replaced(
     c: Conversion, tmp_path: Path, output: Callable[[Conversion], tuple[Path, Callable[[], Finished]]], obstacle: str

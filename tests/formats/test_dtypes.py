@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.examples import few
 
 from reshard_mpi.formats.dtypes import BY_NAME, numbers, to_numpy
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", few(4, BY_NAME))
 def test_as_numpy_shows_them(name: str) -> None:
     dtype = BY_NAME[name]
     width = dtype.itemsize_bytes

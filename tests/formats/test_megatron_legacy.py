@@ -52,7 +52,7 @@ FORMS: dict[str, tuple[Training, Form]] = {
 }
 
 
-@pytest.mark.parametrize("what", few(4, FORMS))
+@pytest.mark.parametrize("what", few(2, FORMS))
 def test_each_form(tmp_path: Path, what: str) -> None:
     megatron_legacy_peer.write(tmp_path, *FORMS[what])
     require_read(tmp_path, *FORMS[what])
@@ -237,7 +237,7 @@ def refusal(tmp_path: Path, made: Training, form: Form, spoil: Spoiler) -> str:
     return said.err
 
 
-@pytest.mark.parametrize("what", REFUSALS)
+@pytest.mark.parametrize("what", few(4, REFUSALS))
 def test_refusals(tmp_path: Path, what: str) -> None:
     made, form, spoil, parts = REFUSALS[what]
     said = refusal(tmp_path, made, form, spoil)
@@ -265,7 +265,7 @@ NUMBERED: dict[str, tuple[Training, Callable[[Content], object], tuple[str, ...]
 }
 
 
-@pytest.mark.parametrize("what", NUMBERED)
+@pytest.mark.parametrize("what", few(2, NUMBERED))
 def test_numbered_state_that_is_refused(tmp_path: Path, what: str) -> None:
     made, change, parts = NUMBERED[what]
     said = refusal(
@@ -411,8 +411,8 @@ def test_ways_to_it(tmp_path: Path) -> None:
     assert said.code == 3 and "2 x 2 x 1 ranks" in said.err and "give the folder of all ranks" in said.err
 
 
-@pytest.mark.parametrize("file", [MODEL, VECTORS])
-@pytest.mark.parametrize("kept", [0, 100, 0.5, 0.99])
+@pytest.mark.parametrize("file", few(1, [MODEL, VECTORS]))
+@pytest.mark.parametrize("kept", few(2, [0, 100, 0.5, 0.99]))
 def test_a_file_that_is_cut_short(tmp_path: Path, file: str, kept: float) -> None:
     path = megatron_legacy_peer.write(tmp_path, TIED, Form(2)) / "mp_rank_01_001" / file
     content = path.read_bytes()

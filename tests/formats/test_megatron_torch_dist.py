@@ -77,7 +77,7 @@ def forms() -> list[tuple[str, Training, Form]]:
 
 @pytest.mark.parametrize(
     ("training", "form"),
-    [pytest.param(*own, id=name, marks=pytest.mark.slow if at % 8 else ()) for at, (name, *own) in enumerate(forms())],
+    [pytest.param(*own, id=name, marks=pytest.mark.slow if at % 16 else ()) for at, (name, *own) in enumerate(forms())],
 )
 def test_every_form(tmp_path: Path, training: Training, form: Form) -> None:
     write(tmp_path, training, form)
@@ -149,13 +149,16 @@ NORM, OTHER = (
 
 @pytest.mark.parametrize(
     "form",
-    [
-        Form(tensor=2, stages=2, bucket=100),
-        Form(stages=2, chunks=2),
-        Form(stages=2, chunks=2, layout=((3, 0), (2, 3))),
-        Form(stages=2, chunks=3, layout=((0, 3), (2, 0), (2, 1))),
-        Form(data=2),
-    ],
+    few(
+        2,
+        [
+            Form(tensor=2, stages=2, bucket=100),
+            Form(stages=2, chunks=2),
+            Form(stages=2, chunks=2, layout=((3, 0), (2, 3))),
+            Form(stages=2, chunks=3, layout=((0, 3), (2, 0), (2, 1))),
+            Form(data=2),
+        ],
+    ),
     ids=str,
 )
 def test_layers_that_are_alike_are_told_by_their_order(tmp_path: Path, form: Form) -> None:
@@ -305,7 +308,7 @@ CONTRADICTIONS: dict[str, tuple[Form, Any, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CONTRADICTIONS)
+@pytest.mark.parametrize("case", few(4, CONTRADICTIONS))
 def test_contradictions(tmp_path: Path, case: str) -> None:
     form, change, says = CONTRADICTIONS[case]
     write(tmp_path, gpt(2, experts=4 * (form.expert > 1)), form, spoil=change)
@@ -314,7 +317,7 @@ def test_contradictions(tmp_path: Path, case: str) -> None:
     assert str(tmp_path) in said
 
 
-@pytest.mark.parametrize("state", FORMS)
+@pytest.mark.parametrize("state", few(2, FORMS))
 def test_state_of_another_save(tmp_path: Path, state: str) -> None:
     """Copies that are not the weights' are seen before anything is written."""
     training = gpt(2)
@@ -367,7 +370,7 @@ def test_buckets_of_a_stage_with_experts_are_lost(tmp_path: Path) -> None:
     assert "decoder.layers.4.mlp.experts" in said and "other stages" in said and str(tmp_path) in said
 
 
-@pytest.mark.parametrize("state", FORMS)
+@pytest.mark.parametrize("state", few(2, FORMS))
 def test_one_half_of_a_gated_matrix_is_lost(tmp_path: Path, state: str) -> None:
     key = "decoder.layers.1.mlp.linear_fc1.weight"
     write(tmp_path, gpt(2, is_apart=True), replace(CUT, state=state), spoil=lost(f"{key}_v"))
@@ -480,7 +483,7 @@ def with_gaps(sample: SampleTensor) -> torch_peer.Tensor:
     return torch_peer.Tensor(made.make, stored, offset, sample.shape, strides[:-1], *rest)
 
 
-@pytest.mark.parametrize("state", FORMS)
+@pytest.mark.parametrize("state", few(2, FORMS))
 def test_elements_with_gaps_between_them(tmp_path: Path, state: str) -> None:
     """Buckets and rows of them are refused; tensors are read as torch reads them."""
     write(tmp_path, gpt(2), replace(CUT, state=state), made=with_gaps)
@@ -504,7 +507,7 @@ def without_dimensions(word: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "word", ["word_embeddings.weight", "linear_proj.weight", "experts.linear_fc2", "bucket_idx_0", "_avg."]
+    "word", few(2, ["word_embeddings.weight", "linear_proj.weight", "experts.linear_fc2", "bucket_idx_0", "_avg."])
 )
 def test_scalars_are_refused(tmp_path: Path, word: str) -> None:
     form = replace(EXPERTS, state=FORMS[2] if word == "_avg." else FORMS[0])

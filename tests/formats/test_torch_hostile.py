@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 from support import torch_peer
+from support.examples import few
 from support.torch_peer import STAND_INS, Stored, Tensor
 
 from reshard_mpi.errors import ShardError
@@ -142,7 +143,7 @@ PICKLES: dict[str, tuple[Callable[[], bytes], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", PICKLES)
+@pytest.mark.parametrize("name", few(2, PICKLES))
 def test_pickles_that_are_refused(tmp_path: Path, name: str) -> None:
     make, problem = PICKLES[name]
     torch_peer.archive(tmp_path / "net.pt", pickled(make()))

@@ -296,7 +296,7 @@ WITHERS: dict[str, Callable[[Conversion, Path], object]] = {
 
 
 @pytest.mark.parametrize("form", few(1, ["dcp", "hf"]))
-@pytest.mark.parametrize("withered", WITHERS)
+@pytest.mark.parametrize("withered", few(2, WITHERS))
 def test_commit_leaves_what_is_committed_where_it_fails(tmp_path: Path, withered: str, form: str) -> None:
     """What is amiss may be restored, and without its index nobody could read it then."""
     c = make(tmp_path)
@@ -346,7 +346,7 @@ def test_commit_removes_nothing_by_a_record_in_which_a_bit_has_turned_over(
     }
 
 
-@pytest.mark.parametrize("spoiled", few(3, SPOILS))
+@pytest.mark.parametrize("spoiled", few(2, SPOILS))
 def test_commit_says_what_is_missing(tmp_path: Path, spoiled: str) -> None:
     c = four_targets(tmp_path)
     c.done()

@@ -49,7 +49,7 @@ def files(folder: Path) -> dict[str, bytes | None]:
 
 @of_all_saves
 @pytest.mark.parametrize("form", ["ckpt", "safetensors"])
-@pytest.mark.parametrize("is_committed", [True, False])
+@pytest.mark.parametrize("is_committed", few(1, [True, False]))
 def test_overwriting_in_another_format_leaves_it(tmp_path: Path, saved: str, form: str, is_committed: bool) -> None:
     c = make(tmp_path)
     done(*command(c, saved.split(maxsplit=1)[0]))
@@ -64,7 +64,7 @@ def test_overwriting_in_another_format_leaves_it(tmp_path: Path, saved: str, for
 
 @of_all_saves
 @pytest.mark.parametrize("way", ["commit", "resume"])
-@pytest.mark.parametrize("is_committed", [True, False])
+@pytest.mark.parametrize("is_committed", few(1, [True, False]))
 def test_it_is_not_replaced_by_the_index_of_the_targets(
     tmp_path: Path, saved: str, way: str, is_committed: bool
 ) -> None:
@@ -95,7 +95,10 @@ def after(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, do: Callable[[
 @of_all_saves
 @pytest.mark.parametrize(
     ("mode", "moment"),
-    [("--resume", "before it is written"), ("--resume", "before the commit"), ("--overwrite", "before the commit")],
+    few(
+        2,
+        [("--resume", "before it is written"), ("--resume", "before the commit"), ("--overwrite", "before the commit")],
+    ),
 )
 def test_it_is_saved_while_a_run_is_at_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: str, mode: str, moment: str
@@ -113,7 +116,7 @@ def test_it_is_saved_while_a_run_is_at_work(
     assert files(c.dst).items() >= dict.fromkeys(SAVES[saved], SAVED).items()
 
 
-@pytest.mark.parametrize("form", ["ckpt", "dcp", "hf"])
+@pytest.mark.parametrize("form", few(2, ["ckpt", "dcp", "hf"]))
 def test_a_target_that_is_replaced_while_a_run_commits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:

@@ -264,14 +264,17 @@ ONES = "1 " * 31
 
 @pytest.mark.parametrize(
     ("equation", "says"),
-    [
-        (f"count [x] <=> {'n' * 4097} [x]", "a name that the map makes is too long"),
-        ("count [x] <=> " + "\u00e4" * 2049 + " [x]", "4098 bytes"),
-        (f"{{p*}}.k [x y] <=> {'n' * 4094}.{{p*}}.k [x y]", "a name that the map makes is too long"),
-        (f"count [x] <=> c [x {ONES} 1]", "too many dimensions"),
-        (f"a.0.q [x y] <=> c [x {'1 ' * 70} y] : bf16", "too many dimensions"),
-        (f"a.0.q [x y] <=> c [y {'1 ' * 70} x]", "too many dimensions"),
-    ],
+    few(
+        2,
+        [
+            (f"count [x] <=> {'n' * 4097} [x]", "a name that the map makes is too long"),
+            ("count [x] <=> " + "\u00e4" * 2049 + " [x]", "4098 bytes"),
+            (f"{{p*}}.k [x y] <=> {'n' * 4094}.{{p*}}.k [x y]", "a name that the map makes is too long"),
+            (f"count [x] <=> c [x {ONES} 1]", "too many dimensions"),
+            (f"a.0.q [x y] <=> c [x {'1 ' * 70} y] : bf16", "too many dimensions"),
+            (f"a.0.q [x y] <=> c [y {'1 ' * 70} x]", "too many dimensions"),
+        ],
+    ),
 )
 def test_what_no_shard_can_hold(tmp_path: Path, equation: str, says: str) -> None:
     source, target = checkpoint(tmp_path), tmp_path / "dst"

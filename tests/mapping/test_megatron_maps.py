@@ -341,7 +341,7 @@ def test_multi_token_prediction(tmp_path: Path, seed: int) -> None:
     assert_same(there, both.theirs)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "qwen3-moe", "deepseek"])
+@pytest.mark.parametrize("family", few(2, ["mixtral", "qwen2-moe", "qwen3-moe", "deepseek"]))
 def test_lost_experts_are_refused(tmp_path: Path, family: str) -> None:
     sizes = Sizes.drawn(40)
     ours = model_of(family, sizes, 1).ours

@@ -148,7 +148,7 @@ def test_what_a_scheduler_has_by_group_does_not_go_to_other_groups(tmp_path: Pat
 
 
 @pytest.mark.parametrize("names", [("w", "state.w"), ("state.w", "w"), ("w", "optimizer.state.w"), ("a", "state.a")])
-@pytest.mark.parametrize("like", [False, True])
+@pytest.mark.parametrize("like", few(1, [False, True]))
 def test_state_of_a_parameter_beside_one_that_is_called_like_it(
     tmp_path: Path, names: tuple[str, str], like: bool
 ) -> None:
@@ -174,7 +174,7 @@ def test_state_of_a_parameter_beside_one_that_is_called_like_it(
 
 @pytest.mark.parametrize(
     ("between", "rates", "seeds"),
-    one_at_a_time(["torch", "dcp", "safetensors"], [(0.1, 0.1), (0.1, 0.2)], [(3, 3), (3, 4)]),
+    few(2, one_at_a_time(["torch", "dcp", "safetensors"], [(0.1, 0.1), (0.1, 0.2)], [(3, 3), (3, 4)])),
 )
 @pytest.mark.parametrize("is_flat", few(1, [True, False]))
 def test_optimizers_of_stages_are_joined(
@@ -467,8 +467,8 @@ def test_state_of_a_wrapped_model_goes_with_what_is_excluded(tmp_path: Path, wra
 
 
 @pytest.mark.parametrize("form", ["names", "flat"])
-@pytest.mark.parametrize("wrapper", ["net", "trainer.module"])
-@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("wrapper", few(1, ["net", "trainer.module"]))
+@pytest.mark.parametrize("mapped", few(1, [False, True]))
 def test_state_behind_another_name_does_not_outlive_what_is_excluded(
     tmp_path: Path, wrapper: str, form: str, mapped: bool
 ) -> None:
@@ -555,8 +555,8 @@ def test_a_parameter_gets_the_name_of_a_module_whose_others_go_elsewhere(tmp_pat
     assert found == {"a": {"exp_avg": 11, "exp_avg_sq": 21}, "x": {"exp_avg": 10, "exp_avg_sq": 20}}
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("excluded", "left"), [("model.b.w", ["a.w"]), ("optim.state.b.w.*", ["a.w", "b.w"])])
+@pytest.mark.parametrize("form", few(2, FORMS))
+@pytest.mark.parametrize(("excluded", "left"), few(1, [("model.b.w", ["a.w"]), ("optim.state.b.w.*", ["a.w", "b.w"])]))
 def test_without_a_map_a_parameter_that_is_left_out_is_in_no_group_by_names(
     tmp_path: Path, form: str, excluded: str, left: list[str]
 ) -> None:
@@ -804,8 +804,8 @@ def test_flat_optimizers_of_stages_do_not_have_the_names_of_one_stage(tmp_path: 
     }
 
 
-@pytest.mark.parametrize("form", ["names", "flat"])
-@pytest.mark.parametrize("way", ["exclude", "exclude with a map", "drop"])
+@pytest.mark.parametrize("form", few(1, ["names", "flat"]))
+@pytest.mark.parametrize("way", few(2, ["exclude", "exclude with a map", "drop"]))
 def test_state_is_not_left_out_with_a_parameter_whose_name_stands_in_its_own(
     tmp_path: Path, form: str, way: str
 ) -> None:

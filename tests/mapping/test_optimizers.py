@@ -172,7 +172,7 @@ def test_what_modules_keep_as_a_tensor_is_no_parameter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_below", [False, True])
-@pytest.mark.parametrize("is_like", [False, True])
+@pytest.mark.parametrize("is_like", few(1, [False, True]))
 def test_an_optimizer_at_the_root_of_a_file(tmp_path: Path, is_below: bool, is_like: bool) -> None:
     """The model is beside it: `{**optimizer.state_dict(), "model": ...}`."""
 
@@ -247,7 +247,7 @@ UNTIED = {
 }
 
 
-@pytest.mark.parametrize("way", [*UNTIED, "copied", "excluded", "not tied"])
+@pytest.mark.parametrize("way", few(4, [*UNTIED, "copied", "excluded", "not tied"]))
 def test_a_tied_weight_that_an_equation_turns_alone_is_told(tmp_path: Path, way: str) -> None:
     """The target has two that are no longer alike, and one state."""
     embed = Q.reshape(8, 3)
@@ -301,8 +301,8 @@ def test_a_weight_that_is_tied_in_the_files_of_all_ranks_is_one_parameter(
         assert [*made["optimizer"]["state"]] == ["embed", "qk", "bias", "out.kernel"]
 
 
-@pytest.mark.parametrize("way", ["like", "map", "no map"])
-@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("way", few(2, ["like", "map", "no map"]))
+@pytest.mark.parametrize("is_whole", few(1, [False, True]))
 def test_an_optimizer_has_no_empty_entry_for_state_that_is_left_out(tmp_path: Path, way: str, is_whole: bool) -> None:
     """torch never has one, and its Adagrad cannot load it. By names it would take groups by places if all were gone."""
     exclude = "optimizer.state.*" if is_whole else {"like": "model.q", "map": "optimizer.state.q.*"}.get(way)
@@ -400,17 +400,20 @@ def test_a_forged_nest_with_two_optimizers_under_one_key_is_no_traceback() -> No
 
 @pytest.mark.parametrize(
     "change",
-    [
-        "fewer parameters",
-        "another order",
-        "two groups without names",
-        "a name that is not there",
-        "a number in no group",
-        "a number twice",
-        "no model",
-        "two models",
-        "two optimizers",
-    ],
+    few(
+        4,
+        [
+            "fewer parameters",
+            "another order",
+            "two groups without names",
+            "a name that is not there",
+            "a number in no group",
+            "a number twice",
+            "no model",
+            "two models",
+            "two optimizers",
+        ],
+    ),
 )
 def test_what_leaves_a_doubt_is_refused(tmp_path: Path, change: str) -> None:
     with pytest.raises(MapError) as raised:
@@ -452,7 +455,7 @@ def test_values_under_numbers_are_those_of_the_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("texts", [(True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("is_like", [False, True])
+@pytest.mark.parametrize("is_like", few(1, [False, True]))
 def test_plain_values_of_state_go_with_numbers_that_are_texts(
     tmp_path: Path, is_like: bool, texts: tuple[bool, bool]
 ) -> None:
@@ -861,15 +864,18 @@ def test_numbered_state_of_what_is_left_out_goes_with_it(tmp_path: Path, way: st
 
 @pytest.mark.parametrize(
     ("key", "equation", "path", "begin"),
-    [
-        ("model", "model.{p*} <=> net.{p*}", "net", ""),
-        ("state_dict", "state_dict.{p*} <=> model.{p*}", "model", ""),
-        ("model", "{p*} <=> module.{p*}", "module.model", ""),
-        ("model", "model.{p*} <=> model.n.{p*}", "model", "n."),
-        ("model", "model.{p*} <=> {p*}", "", ""),
-        ("model", "model.{p*} <=> epoch.{p*}", "", "epoch."),  # the key is taken
-        ("model", "model.{p*} <=> ema.{p*}", "ema", ""),  # there is such a dictionary
-    ],
+    few(
+        2,
+        [
+            ("model", "model.{p*} <=> net.{p*}", "net", ""),
+            ("state_dict", "state_dict.{p*} <=> model.{p*}", "model", ""),
+            ("model", "{p*} <=> module.{p*}", "module.model", ""),
+            ("model", "model.{p*} <=> model.n.{p*}", "model", "n."),
+            ("model", "model.{p*} <=> {p*}", "", ""),
+            ("model", "model.{p*} <=> epoch.{p*}", "", "epoch."),  # the key is taken
+            ("model", "model.{p*} <=> ema.{p*}", "ema", ""),  # there is such a dictionary
+        ],
+    ),
 )
 def test_names_in_the_optimizer_go_by_the_models_dictionary(
     tmp_path: Path, key: str, equation: str, path: str, begin: str
@@ -1260,7 +1266,7 @@ def test_numbers_beside_an_optimizer_by_names_below_the_key_of_maps(tmp_path: Pa
 
 
 @pytest.mark.parametrize("is_second", [False, True])
-@pytest.mark.parametrize("are_named", [False, True])
+@pytest.mark.parametrize("are_named", few(1, [False, True]))
 def test_a_copy_of_tied_weights_has_the_one_state_of_both(tmp_path: Path, are_named: bool, is_second: bool) -> None:
     model = {"embed": Q, "out": OUT[:6], "head": Q} if not is_second else {"head": Q, "out": OUT[:6], "embed": Q}
     source = training(model, ("head" if is_second else "embed", "out"))
@@ -1295,7 +1301,7 @@ def test_another_model_of_the_same_names_may_be_left_out(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("name", "way", "are_numbered"),
-    one_at_a_time(["step", "exp_avg", "loop.step"], ["exclude", "drop", "equation"], [False, True]),
+    few(2, one_at_a_time(["step", "exp_avg", "loop.step"], ["exclude", "drop", "equation"], [False, True])),
 )
 def test_a_tensor_that_is_called_as_state_is_behind_its_parameter(
     tmp_path: Path, name: str, way: str, are_numbered: bool
@@ -1344,7 +1350,7 @@ WRAPPED = [
 ]
 
 
-@pytest.mark.parametrize(("of_names", "of_model", "of_copy", "is_doubt"), WRAPPED)
+@pytest.mark.parametrize(("of_names", "of_model", "of_copy", "is_doubt"), few(2, WRAPPED))
 def test_names_of_parameters_may_begin_otherwise_than_those_of_the_model(
     tmp_path: Path, of_names: str, of_model: str, of_copy: str | None, is_doubt: bool
 ) -> None:
@@ -1383,12 +1389,15 @@ def test_another_models_name_before_those_of_parameters_is_no_wrapper(tmp_path: 
 
 @pytest.mark.parametrize(
     ("key", "of_names", "of_model", "of_copy"),
-    [
-        (key, *begins)
-        for key, begins in one_at_a_time(
-            ["ema", "model_ema", "swa", "teacher", "another"], [each[:3] for each in WRAPPED if each[2] is not None]
-        )
-    ],
+    few(
+        4,
+        [
+            (key, *begins)
+            for key, begins in one_at_a_time(
+                ["ema", "model_ema", "swa", "teacher", "another"], [each[:3] for each in WRAPPED if each[2] is not None]
+            )
+        ],
+    ),
 )
 def test_which_of_two_models_an_optimizer_with_names_is_of_is_told_or_asked(
     tmp_path: Path, key: str, of_names: str, of_model: str, of_copy: str
@@ -1496,8 +1505,8 @@ def test_counters_of_parameters_that_a_later_map_takes_together(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("are_numbered", [False, True])
-@pytest.mark.parametrize("state", [{}, None])
-@pytest.mark.parametrize("kind", ["torch", "dcp"])
+@pytest.mark.parametrize("state", few(1, [{}, None]))
+@pytest.mark.parametrize("kind", few(1, ["torch", "dcp"]))
 def test_an_optimizer_without_state_has_the_new_names_in_its_groups(
     tmp_path: Path, kind: str, state: dict[str, Any] | None, are_numbered: bool
 ) -> None:

@@ -151,7 +151,7 @@ def numbered(folder: Path, states: Sequence[Sequence[int]], below: str = "optim"
 
 @pytest.mark.parametrize("form", few(1, ["torch", "safetensors"]))
 @pytest.mark.parametrize("states", [([], [0, 1]), ([0], [1])])
-@pytest.mark.parametrize("to_stages", [False, True])
+@pytest.mark.parametrize("to_stages", few(1, [False, True]))
 def test_numbers_of_another_stage_are_refused(
     tmp_path: Path, states: Sequence[Sequence[int]], form: str, to_stages: bool
 ) -> None:
@@ -166,7 +166,7 @@ def test_numbers_of_another_stage_are_refused(
     reshard_mpi.transform(*how, to=form, exclude=["optim.*"])
 
 
-@pytest.mark.parametrize("homes", ["0101", "0011", "0000"])
+@pytest.mark.parametrize("homes", few(2, ["0101", "0011", "0000"]))
 def test_numbers_that_the_strategy_does_not_list_are_those_of_one_stage(tmp_path: Path, homes: str) -> None:
     """Of interleaved stages (0101) each would have the state of both stages under one number."""
     source = numbered(tmp_path / "src", ([0, 1], [0, 1]))
@@ -247,8 +247,8 @@ def of(*names: str, **settings: Any) -> dict[str, Any]:
 NO_GROUPS: dict[str, Any] = {"state": {}, "param_groups": []}
 
 
-@pytest.mark.parametrize("nothing", [None, {}, [], NO_GROUPS])
-@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("nothing", few(2, [None, {}, [], NO_GROUPS]))
+@pytest.mark.parametrize("at", few(1, [0, 1]))
 def test_a_stage_without_an_optimizer_takes_none_away(tmp_path: Path, nothing: Any, at: int) -> None:
     optimizers = [nothing, of("l1")] if at == 0 else [of("l0"), nothing]
     optimizer = joined(stages(tmp_path / "src", optimizers), tmp_path / "dst")
@@ -259,13 +259,16 @@ def test_a_stage_without_an_optimizer_takes_none_away(tmp_path: Path, nothing: A
 
 @pytest.mark.parametrize(
     ("optimizers", "why"),
-    [
-        ([of("embed", "l0"), of("embed", "l1", lr=0.25)], "embed has other settings in its group in another stage"),
-        ([[of("l0"), of("embed")], [of("l1")]], "are not as many in each stage"),
-        ([{0: of("l0"), 1: of("embed")}, {0: of("l1")}], "are kept by numbers, and not as many in each stage"),
-        ([(of("l0"), of("embed")), (of("l1"),)], "are not as many in each stage"),
-        ([of("l0"), OrderedDict(of("l1"))], "are kept in different ways"),
-    ],
+    few(
+        2,
+        [
+            ([of("embed", "l0"), of("embed", "l1", lr=0.25)], "embed has other settings in its group in another stage"),
+            ([[of("l0"), of("embed")], [of("l1")]], "are not as many in each stage"),
+            ([{0: of("l0"), 1: of("embed")}, {0: of("l1")}], "are kept by numbers, and not as many in each stage"),
+            ([(of("l0"), of("embed")), (of("l1"),)], "are not as many in each stage"),
+            ([of("l0"), OrderedDict(of("l1"))], "are kept in different ways"),
+        ],
+    ),
 )
 def test_optimizers_that_cannot_be_joined_are_refused(tmp_path: Path, optimizers: Sequence[Any], why: str) -> None:
     source = stages(tmp_path / "src", optimizers)

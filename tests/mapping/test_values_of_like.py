@@ -61,16 +61,19 @@ def taken(folder: Path, own: Any, like: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("own", "like"),
-    [
-        ({"state": {"epoch": 7}}, {"state": {"epoch": 1}}),
-        ({"params": {"lr": 7}, "param_names": ["a"]}, {"params": {"lr": 1}, "param_names": ["b"]}),
-        ((3, 7), [50, 60]),
-        ([{"epoch": 0}, {"epoch": 1}], [{"epoch": 9}]),
-        ([[1], [2, 3]], [[9]]),
-        ({None: 1, 0.5: 2, (1, "a"): 3}, {None: 7, 0.5: 8, (1, "a"): 9}),
-        (None, {"decay": 0.5}),
-        ({"decay": 0.5}, None),
-    ],
+    few(
+        4,
+        [
+            ({"state": {"epoch": 7}}, {"state": {"epoch": 1}}),
+            ({"params": {"lr": 7}, "param_names": ["a"]}, {"params": {"lr": 1}, "param_names": ["b"]}),
+            ((3, 7), [50, 60]),
+            ([{"epoch": 0}, {"epoch": 1}], [{"epoch": 9}]),
+            ([[1], [2, 3]], [[9]]),
+            ({None: 1, 0.5: 2, (1, "a"): 3}, {None: 7, 0.5: 8, (1, "a"): 9}),
+            (None, {"decay": 0.5}),
+            ({"decay": 0.5}, None),
+        ],
+    ),
 )
 def test_values_are_the_sources(tmp_path: Path, own: Any, like: Any) -> None:
     assert taken(tmp_path, own, like) == own
@@ -80,7 +83,7 @@ UNLIKE, TURNED = {"a.w": 0.1, "b.w": 0.2}, {"b.w": 9.0, "a.w": 8.0}
 
 
 @pytest.mark.parametrize(
-    ("form", "like"), [("numbers", "names"), ("numbers", "flat"), ("flat", "names"), ("flat",) * 2]
+    ("form", "like"), few(2, [("numbers", "names"), ("numbers", "flat"), ("flat", "names"), ("flat",) * 2])
 )
 @pytest.mark.parametrize("key", few(1, ["base_lrs", "base_values"]))
 def test_values_by_group_are_refused_where_groups_are_in_another_order(
@@ -294,8 +297,8 @@ def test_extra_state_takes_the_place_of_another_that_has_a_tensor(tmp_path: Path
     assert made["b._extra_state"] == 3 and made["c._extra_state"]["c"] == 4
 
 
-@pytest.mark.parametrize("others", [["aux"], ["aux", "more"]])
-@pytest.mark.parametrize("form", ["numbers, like", "names, like", "names", "flat"])
+@pytest.mark.parametrize("others", few(1, [["aux"], ["aux", "more"]]))
+@pytest.mark.parametrize("form", few(2, ["numbers, like", "names, like", "names", "flat"]))
 def test_an_excluded_parameter_is_none_of_those_whose_names_end_in_its_name(
     tmp_path: Path, form: str, others: list[str]
 ) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support import torch_peer
 from support.checkpoints import sample, write_shard
+from support.examples import few
 
 import reshard_mpi
 from reshard_mpi.errors import DisagreementError, MapError
@@ -88,7 +89,9 @@ def test_the_map_that_is_a_part_of_a_training_by_numbers_stays_so(tmp_path: Path
         converted(tmp_path, numbered, map=RENAMING, to="torch")
 
 
-@pytest.mark.parametrize("options", [{}, {"map": RENAMING}, {"max_shard_size": 40}, {"jobs": 2, "max_shard_size": 40}])
+@pytest.mark.parametrize(
+    "options", few(2, [{}, {"map": RENAMING}, {"max_shard_size": 40}, {"jobs": 2, "max_shard_size": 40}])
+)
 def test_a_hugging_face_folder_gets_the_model(tmp_path: Path, options: dict[str, Any]) -> None:
     dst = converted(tmp_path, training(), to="hf", **options)
     names = RENAMED if "map" in options else {name: name for name in WEIGHTS}
@@ -110,10 +113,10 @@ def test_what_hugging_face_does_not_get_is_named(tmp_path: Path) -> None:
         reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "strict", to="hf", strict=True)
 
 
-@pytest.mark.parametrize("form", ["names", "flat", "stateless"])
+@pytest.mark.parametrize("form", few(2, ["names", "flat", "stateless"]))
 @pytest.mark.parametrize(
     ("equation", "key"),
-    [("net.{p*} <=> model.{p*}", "model"), ("{p*} <=> body.{p*}", "body.net"), ("net.{p*} <=> {p*}", "")],
+    few(1, [("net.{p*} <=> model.{p*}", "model"), ("{p*} <=> body.{p*}", "body.net"), ("net.{p*} <=> {p*}", "")]),
 )
 def test_names_in_an_optimizer_stay_where_their_model_gets_another_key(
     tmp_path: Path, equation: str, key: str, form: str
@@ -172,9 +175,9 @@ def test_names_at_the_root_do_not_go_into_a_dictionary_that_is_there(tmp_path: P
     converted(tmp_path, saved, map="{p*} <=> body.{p*}", forward=True, to="torch")
 
 
-@pytest.mark.parametrize("model", ["", "model", "net"])
-@pytest.mark.parametrize("form", ["names", "flat", "tensors", "plain"])
-@pytest.mark.parametrize("key", ["optimizer", "optim", "train.opt"])
+@pytest.mark.parametrize("model", few(1, ["", "model", "net"]))
+@pytest.mark.parametrize("form", few(2, ["names", "flat", "tensors", "plain"]))
+@pytest.mark.parametrize("key", few(1, ["optimizer", "optim", "train.opt"]))
 def test_what_takes_any_name_takes_nothing_out_of_an_optimizer(tmp_path: Path, key: str, form: str, model: str) -> None:
     """The state follows by the names of the parameters, or what would leave it behind is refused. plain: no nest."""
     begin = f"{model}." * bool(model)
@@ -250,8 +253,8 @@ def template(form: str) -> Any:
     return {"model": model} if form == "model" else {"model": model, "optimizer": optimizer, "epoch": 0}
 
 
-@pytest.mark.parametrize("form", ["names", "numbers", "flat", "model", "bare"])
-@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("form", few(2, ["names", "numbers", "flat", "model", "bare"]))
+@pytest.mark.parametrize("direction", few(1, ["forward", "reverse"]))
 def test_the_target_is_nested_like_a_checkpoint(tmp_path: Path, form: str, direction: str) -> None:
     """Numbers and names are those of that checkpoint; settings of groups, and other values, are the source's."""
     torch_peer.save(tmp_path / "like.pt", template(form))
@@ -297,8 +300,8 @@ def test_what_the_checkpoint_lacks_is_named_with_what_helps(tmp_path: Path) -> N
         converted(tmp_path, training(), map=RENAMING, like=tmp_path / "like.pt", to="torch")
 
 
-@pytest.mark.parametrize("form", ["names", "flat", "none"])
-@pytest.mark.parametrize("key", ["ema", "teacher"])
+@pytest.mark.parametrize("form", few(2, ["names", "flat", "none"]))
+@pytest.mark.parametrize("key", few(1, ["ema", "teacher"]))
 def test_what_lies_beside_the_model_stays_there(tmp_path: Path, key: str, form: str) -> None:
     values = {"fc.w": tensor(np.ones((2, 3), np.float32)), "fc.b": tensor(np.zeros(3, np.float32))}
     moment = tensor(np.full((2, 3), 2, np.float32))
@@ -414,10 +417,10 @@ def test_networks_whose_optimizers_have_two_forms(
             converted(tmp_path, source, map=equation, **how)
 
 
-@pytest.mark.parametrize("form", ["names", "flat"])
+@pytest.mark.parametrize("form", few(1, ["names", "flat"]))
 @pytest.mark.parametrize(
     "equation",
-    ["critic.{p*} <=> critic.x.{p*}", "fc.w <=> fd.w", "critic.fc.w [o i] <=> critic.fc.w [i o]"],
+    few(2, ["critic.{p*} <=> critic.x.{p*}", "fc.w <=> fd.w", "critic.fc.w [o i] <=> critic.fc.w [i o]"]),
 )
 def test_networks_of_the_same_names_whose_optimizers_go_by_them(tmp_path: Path, equation: str, form: str) -> None:
     """Nothing tells which optimizer is whose."""
@@ -432,7 +435,7 @@ def test_networks_of_the_same_names_whose_optimizers_go_by_them(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("form", ["names", "flat"])
-@pytest.mark.parametrize("has_state", [True, False])
+@pytest.mark.parametrize("has_state", few(1, [True, False]))
 def test_what_takes_any_name_takes_the_model_with_or_without_state(tmp_path: Path, has_state: bool, form: str) -> None:
     """SGD without momentum keeps none, and no optimizer does before its first step."""
     source = {key: two_networks(("fc.w", "c.w"), (form, form))[key] for key in ("model", "optimizer")}
@@ -449,8 +452,8 @@ def test_what_takes_any_name_takes_the_model_with_or_without_state(tmp_path: Pat
             assert loaded["optimizer"]["param_groups"][0]["params"] == [new]
 
 
-@pytest.mark.parametrize("form", ["names", "flat"])
-@pytest.mark.parametrize("eq", ["{p*} <=> net.{p*}", "{p*} <=> {p*}.v", "fc.w <=> net.fc.w"])
+@pytest.mark.parametrize("form", few(1, ["names", "flat"]))
+@pytest.mark.parametrize("eq", few(2, ["{p*} <=> net.{p*}", "{p*} <=> {p*}.v", "fc.w <=> net.fc.w"]))
 def test_what_an_optimizer_has_besides_stays_in_it(tmp_path: Path, eq: str, form: str) -> None:
     """State of a parameter that is not in the model, as of a loss, an average in the optimizer, and a scale."""
     moments = {name: {"exp_avg": tensor(np.ones((2, 3), np.float32) + at)} for at, name in enumerate(("fc.w", "temp"))}

@@ -109,7 +109,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(
-    ("way", "what"), one_at_a_time(["transform", "plan", "part", "function", "verify", "jobs"], WRONG)
+    ("way", "what"), few(4, one_at_a_time(["transform", "plan", "part", "function", "verify", "jobs"], WRONG))
 )
 def test_a_wrong_strategy_is_refused_and_named(tmp_path: Path, what: str, way: str) -> None:
     c = Checkpoint(tmp_path)

@@ -320,7 +320,8 @@ def write_packed(folder: Path, rows: int, columns: int, bits: int = 4) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("bits", "columns", "lengths"), [(4, 23, [2, 1]), (8, 50, [4, 9, 0]), (4, 14, [2, 0]), (8, 43, [0, 4, 4, 3])]
+    ("bits", "columns", "lengths"),
+    few(2, [(4, 23, [2, 1]), (8, 50, [4, 9, 0]), (4, 14, [2, 0]), (8, 43, [0, 4, 4, 3])]),
 )
 def test_the_last_part_tells_where_a_packed_weight_ends(
     tmp_path: Path, bits: int, columns: int, lengths: list[int]

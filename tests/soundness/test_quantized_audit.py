@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from soundness.test_audit import WRONG, Spoil, at, audited, without
 from support.command_line import done, refused, run_here
+from support.examples import few
 from support.quantized import E4M3, awq, gpt_oss, gptq, packed
 from support.whole_checkpoints import CONFIG, EMBEDDING, Array, Tensors, save, stand_ins, weights
 
@@ -170,7 +171,7 @@ SPOILED: dict[str, tuple[str, Spoil, set[tuple[str, str]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SPOILED)
+@pytest.mark.parametrize("name", few(4, SPOILED))
 def test_values_that_no_scheme_has_are_found_out(name: str, tmp_path: Path) -> None:
     kind, spoil, expected = SPOILED[name]
     made, quantization = MADE[kind]

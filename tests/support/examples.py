@@ -30,7 +30,10 @@ def one_at_a_time(*choices: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 def few(count: int, cases: Iterable[Any]) -> list[Any]:
     """Return the cases of a test, a plain tuple of values each; the quick part runs the first `count` of them."""
-    return [
-        case if number < count else pytest.param(*(case if type(case) is tuple else (case,)), marks=pytest.mark.slow)
-        for number, case in enumerate(cases)
-    ]
+    return [case if number < count else _slow(case) for number, case in enumerate(cases)]
+
+
+def _slow(case: Any) -> Any:
+    if isinstance(case, type(pytest.param())):
+        return pytest.param(*case.values, id=case.id, marks=(*case.marks, pytest.mark.slow))
+    return pytest.param(*(case if type(case) is tuple else (case,)), marks=pytest.mark.slow)
