@@ -16,7 +16,7 @@ import reshard_mpi
 from reshard_mpi.errors import MapError
 
 _keys = count()
-KINDS = pytest.mark.parametrize("kind", ["a list", "lists of groups", "numbers", "texts", "beside state"])
+KINDS = pytest.mark.parametrize("kind", few(2, ["a list", "lists of groups", "numbers", "texts", "beside state"]))
 TURNED = "model.{p*}.weight [o i] <=> model.{p*}.kernel [i o]"
 
 

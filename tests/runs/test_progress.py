@@ -12,6 +12,7 @@ import pytest
 from support.ckpt_peer import write as write_ckpt
 from support.command_line import done, run_in_fork
 from support.conversions import DST_LAYOUTS, Conversion, make, side, transform_by_function
+from support.examples import few
 from support.launch import MPI, by_one_mpi, run_ranks
 from support.oracle import RawLayout
 from support.processes import Finished
@@ -137,7 +138,7 @@ def a_place_that_others_do_not_see(c: Conversion) -> None:
     """See `private_place`."""
 
 
-@pytest.fixture(params=SAYS)
+@pytest.fixture(params=few(4, SAYS))
 def spoiled(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Conversion:
     spoil, *_ = SAYS[request.param]
     c = make(tmp_path)
