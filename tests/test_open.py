@@ -83,7 +83,7 @@ def written(draw: Draw, folder: Path, tensors: dict[str, Array], form: str) -> t
     return folder / "src", None if form in ("hf", "dcp") else strategy
 
 
-@pytest.mark.parametrize("form", few(2, FORMS))
+@pytest.mark.parametrize("form", few(1, FORMS))
 @STORED
 @given(tensors=whole_tensors(), data=st.data())
 def test_slices_are_those_of_numpy(form: str, tensors: dict[str, Array], data: st.DataObject) -> None:

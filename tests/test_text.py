@@ -144,7 +144,7 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("case", SPECS)
+@pytest.mark.parametrize("case", few(1, SPECS))
 def test_specs(c: Conversion, tmp_path: Path, case: str) -> None:
     spec = tmp_path / "spec.toml"
     text = "".join(f"\\u{ord(char):04x}" if char < " " or char == "\x7f" else char for char in SHORT)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.checkpoints import read_shard
 from support.conversions import Conversion, listing, make, shards, side, transform_apart
+from support.examples import few
 from support.launch import MPI, by_one_mpi
 from support.oracle import RawLayout
 from support.processes import run_command
@@ -46,7 +47,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int, Box]]:
     return regions_read
 
 
-@pytest.mark.parametrize("way", ["plan", "alone", "jobs"])
+@pytest.mark.parametrize("way", few(1, ["plan", "alone", "jobs"]))
 def test_a_difference_is_refused_by_name(c: Conversion, tmp_path: Path, way: str) -> None:
     differing(c)
     before = listing(tmp_path)

@@ -96,7 +96,7 @@ def spec(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("form", "first", "verify"),
-    few(2, one_at_a_time(["hf", "hdf5", "dcp", "safetensors"], ["ours", "of others"], [True, False])),
+    few(1, one_at_a_time(["hf", "hdf5", "dcp", "safetensors"], ["ours", "of others"], [True, False])),
 )
 def test_half_replaced_targets_are_no_checkpoint(tmp_path: Path, form: str, first: str, verify: bool) -> None:
     out = tmp_path / "out"
@@ -179,7 +179,7 @@ HALF_RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("form", "state", "verify"), few(2, HALF_RUNS))
+@pytest.mark.parametrize(("form", "state", "verify"), few(1, HALF_RUNS))
 def test_a_half_finished_run_copied_over_a_committed_one(tmp_path: Path, form: str, state: str, verify: str) -> None:
     """The commit record of the older one stays there."""
     out, new, options, strategy = tmp_path / "out", tmp_path / "new", *of(form, tmp_path)
@@ -217,7 +217,7 @@ def test_half_replaced_targets_by_a_map_of_files(tmp_path: Path, form: str) -> N
         reshard_mpi.transform_checkpoint_by_rank(0, files, str(tmp_path / f"one{files[0].suffix}"), strategy, None)
 
 
-@pytest.mark.parametrize("first", ["records", "shards"])
+@pytest.mark.parametrize("first", few(1, ["records", "shards"]))
 @pytest.mark.parametrize("form", few(1, FORMS))
 def test_a_copy_that_stops_half_way_is_not_committed(tmp_path: Path, form: str, first: str) -> None:
     """It keeps the times of files, as `cp -a` and `rsync -a` do."""
@@ -321,7 +321,7 @@ def test_shards_of_others_where_a_run_of_more_targets_was_given_up(tmp_path: Pat
 
 
 @pytest.mark.parametrize("form", few(1, FORMS))
-@pytest.mark.parametrize("times", ["kept", "lost"])
+@pytest.mark.parametrize("times", few(1, ["kept", "lost"]))
 def test_a_target_and_its_record_from_a_backup_of_an_earlier_state(tmp_path: Path, form: str, times: str) -> None:
     """All records are of one run, and the commit is later than all of them.
 
@@ -364,7 +364,7 @@ def test_half_replaced_targets_through_links_to_all_files(tmp_path: Path, form: 
         reshard_mpi.transform(links, tmp_path / "again", strategy)
 
 
-@pytest.mark.parametrize("by", ["commit", "resume"])
+@pytest.mark.parametrize("by", few(1, ["commit", "resume"]))
 @pytest.mark.parametrize(
     ("state", "refusal"),
     few(1, [(1, "committed by another run"), (2, "another file in the place|has not written lies where")]),

@@ -69,7 +69,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @of_every_kind
-@pytest.mark.parametrize("damage", few(2, DAMAGE))
+@pytest.mark.parametrize("damage", few(1, DAMAGE))
 def test_a_damaged_shard_is_replaced_and_told(tmp_path: Path, kind: str, damage: str) -> None:
     c = make(tmp_path, kind)
     DAMAGE[damage](c.shard(0))
@@ -106,7 +106,7 @@ def test_missing_shards_of_which_nothing_is_needed_are_told(c: Conversion) -> No
     assert finished.warnings == [f"2 of 4 ranks are there: no shard of ranks 2, 3 in {c.src}"]
 
 
-@pytest.mark.parametrize("way", ["alone", "jobs", "tasks", "backwards", "ranks"])
+@pytest.mark.parametrize("way", few(1, ["alone", "jobs", "tasks", "backwards", "ranks"]))
 def test_every_division_of_a_run_takes_the_same_and_tells_it_once(tmp_path: Path, way: str) -> None:
     """Rank 0 is damaged and 3 is missing; 1 then serves for 3, and 2 for 0, for targets of several processes."""
     c = make(tmp_path).to(side(8, EIGHT_LAYOUTS))
@@ -186,7 +186,7 @@ def test_a_map_that_names_only_some_ranks_misses_none(
 @pytest.mark.parametrize(
     ("name", "array", "expected", "got"),
     few(
-        2,
+        1,
         [
             ("w", np.zeros((8, 3), np.float32), "[8, 4]", "shape [8, 3]"),
             ("w", np.zeros((8, 2), np.float64), "float32", "float64"),
@@ -238,7 +238,7 @@ def test_a_contradiction_between_the_shards_of_different_targets_is_refused(c: C
 
 
 @of_every_kind
-@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("missing", few(1, [False, True]))
 def test_values_of_the_own_rank_that_are_lost_are_told(tmp_path: Path, kind: str, missing: bool) -> None:
     c = make(tmp_path, kind)
     c = c.but(dst_strategy=c.strategy("d", {"w": RawLayout((4,), (0, -1)), "b": RawLayout((4,), (-1,))}))
@@ -400,7 +400,7 @@ def test_a_file_that_cannot_be_read_while_a_target_is_written(
 
 
 @of_every_kind
-@pytest.mark.parametrize("kept", [True, False], ids=["plans are kept", "plans are made again"])
+@pytest.mark.parametrize("kept", few(1, [True, False]), ids=["plans are kept", "plans are made again"])
 def test_a_file_that_is_truncated_after_it_was_planned_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, kept: bool
 ) -> None:

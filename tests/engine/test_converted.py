@@ -157,7 +157,7 @@ def test_a_chunk_is_decoded_once(tmp_path: Path) -> None:
     assert Path(target.path).read_bytes() == values.astype(np.float16).tobytes()
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("turned", few(1, [False, True]))
 def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, turned: bool) -> None:
     shape = (4096, 3072)
     path = tmp_path / "source"

@@ -58,7 +58,7 @@ def write(folder: Path, prefix: str = "", root: str = "") -> None:
 
 
 @pytest.mark.parametrize("prefix", few(1, ["", "chained_1."]))
-@pytest.mark.parametrize("root", ["", ROOT])
+@pytest.mark.parametrize("root", few(1, ["", ROOT]))
 def test_buckets_are_left_out_and_named(tmp_path: Path, prefix: str, root: str) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()

@@ -454,7 +454,7 @@ def unified(tmp_path: Path) -> Path:
     return tmp_path / "unified"
 
 
-@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize("is_flat", few(1, [False, True]))
 def test_files_that_mindspore_has_unified(unified: Path, tmp_path: Path, is_flat: bool) -> None:
     if is_flat:
         path = unified / "param_name_map.json"

@@ -38,7 +38,7 @@ def dated(path: Path, modified_ns: int) -> None:
         pytest.skip(f"this file system makes {path.stat().st_mtime_ns} of {modified_ns}")
 
 
-@pytest.mark.parametrize("date", few(2, DATES))
+@pytest.mark.parametrize("date", few(1, DATES))
 def test_a_source_of_that_date(tmp_path: Path, date: str) -> None:
     c: Conversion = make(tmp_path)
     dated(c.shard(1), DATES[date])

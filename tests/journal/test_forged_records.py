@@ -212,7 +212,7 @@ QUICK = [
 ]
 
 
-@pytest.mark.parametrize(("name", "place", "kind"), few(2, QUICK), ids=str)
+@pytest.mark.parametrize(("name", "place", "kind"), few(1, QUICK), ids=str)
 def test_every_command(c: Conversion, name: str, place: Keys, kind: str) -> None:
     path_of(c.dst, name).write_text(as_text(name, forged(facts_of(c, name), place, VALUES[kind])))
     assert_harmless(c)

@@ -23,6 +23,7 @@ from zlib import crc32
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import few
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder
@@ -505,7 +506,7 @@ def test_a_file_that_is_saved_in_the_place_of_a_target_that_has_just_got_its_nam
     )
 
 
-@pytest.mark.parametrize("other", [{"format": "safetensors"}, {"prefix": "net_"}, {"target_ranks": 1}])
+@pytest.mark.parametrize("other", few(1, [{"format": "safetensors"}, {"prefix": "net_"}, {"target_ranks": 1}]))
 def test_partial_files_of_a_killed_run_go_with_its_targets(tmp_path: Path, other: dict[str, Any]) -> None:
     """The next run has other names, and does not meet them; a process that is still at work keeps its own."""
     earlier = {"target_ranks": 3}
@@ -700,7 +701,7 @@ def test_one_who_looks_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.Mon
     assert path.read_bytes() == b"after"
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", few(1, [signal.SIGKILL, signal.SIGTERM]))
 def test_death_frees_the_target_and_its_partial_file_is_removed(
     tmp_path: Path, holder: subprocess.Popen[bytes], how: signal.Signals
 ) -> None:

@@ -155,7 +155,7 @@ def test_drawn_folders(conversion: Conversion, tmp_path: Path, form: str, number
         assert finished.code == 0 or not (goes_on or mode == ("--overwrite",)), finished
 
 
-@pytest.mark.parametrize("form", few(2, FORMS))
+@pytest.mark.parametrize("form", few(1, FORMS))
 def test_array_tasks_one_after_another(conversion: Conversion, tmp_path: Path, form: str) -> None:
     c, dst = conversion, tmp_path / "dst"
     dst.mkdir()

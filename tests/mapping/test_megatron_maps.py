@@ -209,7 +209,7 @@ def assert_same(made: Tensors, expected: Tensors) -> None:
         assert made[name].shape == array.shape and np.array_equal(made[name], array), name
 
 
-@pytest.mark.parametrize("family", few(2, FAMILIES))
+@pytest.mark.parametrize("family", few(1, FAMILIES))
 @pytest.mark.parametrize("seed", few(1, range(6)))
 def test_there_and_back(tmp_path: Path, family: str, seed: int) -> None:
     """Hugging Face to Megatron needs no checkpoint of the target; the vocabulary is padded as is said."""
@@ -231,7 +231,7 @@ def test_there_and_back(tmp_path: Path, family: str, seed: int) -> None:
         assert_same(through(tmp_path, both.ours, layout, sizes.config), unpadded)
 
 
-@pytest.mark.parametrize("family", few(2, FAMILIES))
+@pytest.mark.parametrize("family", few(1, FAMILIES))
 @pytest.mark.parametrize("seed", few(1, range(10, 14)))
 def test_ranks_and_back(tmp_path: Path, family: str, seed: int) -> None:
     sizes, name = Sizes.drawn(seed), f"{name_of(family)}-tp"
@@ -283,7 +283,7 @@ def alternative(tensors: Tensors, family: str) -> Tensors:
     return made
 
 
-@pytest.mark.parametrize("family", few(2, FAMILIES))
+@pytest.mark.parametrize("family", few(1, FAMILIES))
 def test_names_of_other_layers_are_told_by_a_checkpoint(tmp_path: Path, family: str) -> None:
     sizes, name = Sizes.drawn(20), name_of(family)
     both = model_of(family, sizes, sizes.multiple)
@@ -293,7 +293,7 @@ def test_names_of_other_layers_are_told_by_a_checkpoint(tmp_path: Path, family: 
     assert_same(through(tmp_path, expected, name, sizes.config), both.ours)
 
 
-@pytest.mark.parametrize("family", few(2, FAMILIES))
+@pytest.mark.parametrize("family", few(1, FAMILIES))
 def test_state_of_an_optimizer_follows(tmp_path: Path, family: str) -> None:
     sizes, name = Sizes.drawn(30), name_of(family)
     both = model_of(family, sizes, 1)

@@ -88,7 +88,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("between", "model", "has_state", "is_flat", "like"), few(3, WAYS))
+@pytest.mark.parametrize(("between", "model", "has_state", "is_flat", "like"), few(1, WAYS))
 def test_settings_go_with_their_parameter(
     tmp_path: Path, is_flat: bool, has_state: bool, model: str, like: bool, between: str
 ) -> None:
@@ -411,7 +411,7 @@ def test_settings_of_a_flat_optimizer_that_are_tensors_follow(tmp_path: Path) ->
     assert {*loaded} == {"state.b.w.exp_avg", "param_groups.b.w.lr", "param_groups.b.w.eps"}
 
 
-@pytest.mark.parametrize("left", ["state.a.w.step", "param_groups.a.w.lr"])
+@pytest.mark.parametrize("left", few(1, ["state.a.w.step", "param_groups.a.w.lr"]))
 def test_single_numbers_of_a_renamed_parameter_do_not_stay(tmp_path: Path, left: str) -> None:
     """Its state has equations, since its names lack what the model's begin with; a count or rate has none."""
     single = torch_peer.tensor(sample("", np.array(3, np.float32)), str(next(_keys)))
@@ -466,7 +466,7 @@ def test_state_of_a_wrapped_model_goes_with_what_is_excluded(tmp_path: Path, wra
     assert left == [f"optim.state.{wrapper}.a.w.exp_avg"]
 
 
-@pytest.mark.parametrize("form", ["names", "flat"])
+@pytest.mark.parametrize("form", few(1, ["names", "flat"]))
 @pytest.mark.parametrize("wrapper", few(1, ["net", "trainer.module"]))
 @pytest.mark.parametrize("mapped", few(1, [False, True]))
 def test_state_behind_another_name_does_not_outlive_what_is_excluded(
@@ -490,7 +490,7 @@ def test_state_behind_another_name_does_not_outlive_what_is_excluded(
     reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "kept", exclude=["ema.*"], **options)
 
 
-@pytest.mark.parametrize("form", ["names", "flat", "numbers"])
+@pytest.mark.parametrize("form", few(1, ["names", "flat", "numbers"]))
 def test_groups_of_an_optimizer_without_state_have_the_names_of_one_model(tmp_path: Path, form: str) -> None:
     """Of a part that goes to another key, names in the groups would be whole, and of the rest they would not."""
     of_form(tmp_path / "y.pt", ("a.w", "b.w"), "optim", form, own=True)
@@ -505,7 +505,7 @@ def test_groups_of_an_optimizer_without_state_have_the_names_of_one_model(tmp_pa
     reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map="model.a.{p*} <=> model.net.{p*}", forward=True)
 
 
-@pytest.mark.parametrize("is_named", [False, True])
+@pytest.mark.parametrize("is_named", few(1, [False, True]))
 def test_numbers_of_two_optimizers_do_not_outlive_a_part_of_a_model(tmp_path: Path, is_named: bool) -> None:
     """As of a generator and its opponent: nothing tells which optimizer is whose, and the numbers behind would move."""
     tree = {}
@@ -735,8 +735,8 @@ def test_equations_of_some_state_leave_other_state_alone(tmp_path: Path) -> None
     assert {name: state["note"] for name, state in optimizer["state"].items()} == {"c.w": 0, "b.w": 1}
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize("groups", few(1, [1, 2]))
+@pytest.mark.parametrize("has_state", few(1, [False, True]))
 def test_the_only_optimizer_of_both_has_the_settings_of_the_source(
     tmp_path: Path, has_state: bool, groups: int
 ) -> None:
@@ -842,7 +842,7 @@ def test_state_goes_with_the_parameter_that_its_optimizer_means(tmp_path: Path) 
 @pytest.mark.parametrize(
     "groups", few(1, [({"params": ["a.w"]},), [{"params": ("a.w",)}], {"all": {"params": ["a.w"]}}])
 )
-@pytest.mark.parametrize("like", [False, True])
+@pytest.mark.parametrize("like", few(1, [False, True]))
 def test_groups_that_are_kept_otherwise_do_not_keep_old_names(tmp_path: Path, groups: Any, like: bool) -> None:
     saved = {"a.w": tensor(1), "b.w": tensor(2), "optim": {"state": {"a.w": {"m": tensor(3)}}, "param_groups": groups}}
     torch_peer.save(tmp_path / "x.pt", saved)

@@ -401,7 +401,7 @@ def test_a_forged_nest_with_two_optimizers_under_one_key_is_no_traceback() -> No
 @pytest.mark.parametrize(
     "change",
     few(
-        4,
+        1,
         [
             "fewer parameters",
             "another order",
@@ -424,7 +424,7 @@ def test_what_leaves_a_doubt_is_refused(tmp_path: Path, change: str) -> None:
         assert "qk" in converted(tmp_path, spoiled(change), MAP_OF_FILES, exclude=left_out)["model"]
 
 
-@pytest.mark.parametrize("form", ["torch", "hdf5"])
+@pytest.mark.parametrize("form", few(1, ["torch", "hdf5"]))
 def test_settings_and_numbers_go_where_their_parameter_goes(tmp_path: Path, form: str) -> None:
     """Not to the group or number of the same place: the target has other groups, and other numbers."""
     source, like = training(), training(LIKE_MODEL, LIKE_PARAMETERS)
@@ -647,7 +647,7 @@ def there(state: str, **more: Array) -> dict[str, Array]:
     return {**arrays, **moments, "t": np.array([3], np.int32), **more}
 
 
-@pytest.mark.parametrize("state", ["m", "n"])
+@pytest.mark.parametrize("state", few(1, ["m", "n"]))
 def test_numbers_become_those_of_the_target_and_back(tmp_path: Path, state: str) -> None:
     powers = {"power": np.array(0.99**3, np.float32), "rate": np.array([0.5], np.float32)}
     like = there(state, **powers)
@@ -770,7 +770,7 @@ def test_many_dictionaries_take_no_long_time() -> None:
     assert training_in(f'{{"dict":[{parts}]}}', floats(shapes), {}, "file").optimizer is None
 
 
-@pytest.mark.parametrize("is_like", [False, True])
+@pytest.mark.parametrize("is_like", few(1, [False, True]))
 def test_verify_and_diff_see_the_same(tmp_path: Path, is_like: bool) -> None:
     torch_peer.save(tmp_path / "source.pt", training())
     torch_peer.save(tmp_path / "like.pt", training(LIKE_MODEL, LIKE_PARAMETERS, 1))
@@ -892,7 +892,7 @@ def test_names_in_the_optimizer_go_by_the_models_dictionary(
         assert np.array_equal(arrays_of(optimizer["state"][name])["exp_avg"], moment(number, MODEL[own]))
 
 
-@pytest.mark.parametrize("then", ["model.{p*} <=> net.{p*}", "{p*} <=> net.{p*}"])
+@pytest.mark.parametrize("then", few(1, ["model.{p*} <=> net.{p*}", "{p*} <=> net.{p*}"]))
 def test_names_in_the_optimizer_go_by_the_dictionary_that_several_maps_make(tmp_path: Path, then: str) -> None:
     torch_peer.save(tmp_path / "x.pt", training())
     (tmp_path / "first.toml").write_text("[[map]]\neq = 'model.out.{p*} <=> model.last.{p*}'\n")
@@ -951,7 +951,7 @@ def test_state_by_names_that_are_those_of_no_tensor_has_equations_of_its_own(tmp
         assert np.array_equal(arrays_of(moments)["exp_avg"], arrays_of({"exp_avg": state["exp_avg"]})["exp_avg"])
 
 
-@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize("is_flat", few(1, [False, True]))
 def test_a_count_by_names_does_not_stay_where_names_end_alike(tmp_path: Path, is_flat: bool) -> None:
     """`n.q` ends in `q`, and is another name nevertheless: the count would be that of no parameter."""
     state = {name: {"step": tensor(Q[:1]), "exp_avg": tensor(MODEL[name])} for name in "qk"}
@@ -1002,7 +1002,7 @@ def test_without_a_map_numbered_state_of_what_is_excluded_is_refused(tmp_path: P
     reshard_mpi.transform(tmp_path / "source.pt", tmp_path / "model", exclude="optimizer.*")
 
 
-@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("named", few(1, [False, True]))
 @pytest.mark.parametrize("rule", few(1, ["", "q", "*"]))
 def test_state_that_does_not_follow_its_parameter_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, named: bool, rule: str
@@ -1128,7 +1128,7 @@ def test_numbered_state_whose_order_nothing_tells_is_refused(tmp_path: Path, equ
     reshard_mpi.transform(tmp_path / "hf", tmp_path / "dst", exclude=["optimizer.*"], **asked)
 
 
-@pytest.mark.parametrize("head", ["head", "model.norm"])
+@pytest.mark.parametrize("head", few(1, ["head", "model.norm"]))
 def test_a_prefix_that_a_map_takes_off_is_not_taken_off_twice(tmp_path: Path, head: str) -> None:
     """A part of the model is called as the key is that it lies below, as in a CausalLM of Hugging Face.
 
@@ -1323,7 +1323,7 @@ def test_a_tensor_that_is_called_as_state_is_behind_its_parameter(
     assert ("new" in made) == (way == "equation") and name not in made and "step" not in made.get("loop", {})
 
 
-@pytest.mark.parametrize("key", ["optimizer", "optimizer_state_dict", "train.opt"])
+@pytest.mark.parametrize("key", few(1, ["optimizer", "optimizer_state_dict", "train.opt"]))
 def test_an_equation_does_not_take_numbered_state_out_of_its_optimizer(tmp_path: Path, key: str) -> None:
     """In maps the state is called optimizer.state. under any key."""
     source = training({"a.weight": OUT[:4].reshape(2, 2), "a.bias": Q[:2]}, ("a.weight", "a.bias"))
@@ -1372,7 +1372,7 @@ def test_names_of_parameters_may_begin_otherwise_than_those_of_the_model(
         assert [*made["state"]] == [f"{of_model}{name}" for name in ("qk", "bias", "out.weight")]
 
 
-@pytest.mark.parametrize(("key", "of_model"), [("critic", ""), ("model", "critic."), ("model", "")])
+@pytest.mark.parametrize(("key", "of_model"), few(1, [("critic", ""), ("model", "critic."), ("model", "")]))
 def test_another_models_name_before_those_of_parameters_is_no_wrapper(tmp_path: Path, key: str, of_model: str) -> None:
     """The optimizer's own model is not in the file; the one that is there has parameters of the same ends of names."""
     source = training({f"{of_model}{name}": array for name, array in MODEL.items()}, ())
@@ -1390,7 +1390,7 @@ def test_another_models_name_before_those_of_parameters_is_no_wrapper(tmp_path: 
 @pytest.mark.parametrize(
     ("key", "of_names", "of_model", "of_copy"),
     few(
-        4,
+        1,
         [
             (key, *begins)
             for key, begins in one_at_a_time(

@@ -79,7 +79,7 @@ def test_what_equations_speak_of_or_is_left_out_is_not_refused(source: Path, kin
     reshard_mpi.transform(source, tmp_path / "dst", map=tmp_path / "map.toml", forward=True)
 
 
-@pytest.mark.parametrize("kind", ["a list", "numbers"])
+@pytest.mark.parametrize("kind", few(1, ["a list", "numbers"]))
 def test_another_order_of_the_parameters_is_refused(source: Path, kind: str, tmp_path: Path) -> None:
     names = ("a.weight", "a.bias", "b.weight", "b.bias")
     same = saved(tmp_path / "same.pt", kind, *(f"net.{name}" for name in names))
@@ -91,7 +91,7 @@ def test_another_order_of_the_parameters_is_refused(source: Path, kind: str, tmp
 
 
 @pytest.mark.parametrize("kind", few(1, ["a list", "lists of groups", "beside state"]))
-@pytest.mark.parametrize("order_in_like", few(2, [None, ["b", "a", "c"], ["a", "b", "c"], ["c", "b", "a"]]))
+@pytest.mark.parametrize("order_in_like", few(1, [None, ["b", "a", "c"], ["a", "b", "c"], ["c", "b", "a"]]))
 def test_a_list_may_have_the_order_of_the_optimizers_numbers(
     tmp_path: Path, kind: str, order_in_like: list[str] | None
 ) -> None:

@@ -134,7 +134,7 @@ def with_stacked_layers(tensors: Tensors) -> Tensors:
     return stacked
 
 
-@pytest.mark.parametrize("is_qwen", [False, True], ids=["llama", "qwen"])
+@pytest.mark.parametrize("is_qwen", few(1, [False, True]), ids=["llama", "qwen"])
 @pytest.mark.parametrize("has_fused_norms", few(1, [False, True]), ids=["local", "transformer engine"])
 @pytest.mark.parametrize("is_tied", few(1, [False, True]), ids=["", "tied"])
 def test_llama_to_torch_dist_and_back(tmp_path: Path, is_qwen: bool, has_fused_norms: bool, is_tied: bool) -> None:
@@ -171,7 +171,7 @@ def of_megatron_rank(model: Tensors, rank: int, ranks: int) -> Tensors:
     return tensors
 
 
-@pytest.mark.parametrize("is_qwen", [False, True], ids=["llama", "qwen"])
+@pytest.mark.parametrize("is_qwen", few(1, [False, True]), ids=["llama", "qwen"])
 def test_llama_to_ranks_of_megatron_and_back(tmp_path: Path, is_qwen: bool) -> None:
     model = llama(is_qwen=is_qwen)
     write_shard(model, tmp_path / "llama.safetensors")
@@ -192,7 +192,7 @@ def test_llama_to_ranks_of_megatron_and_back(tmp_path: Path, is_qwen: bool) -> N
     assert_same(reshard_mpi.load_rank(0, tmp_path / "ranks", tmp_path / "two.toml", **through), model)
 
 
-@pytest.mark.parametrize("name", ["hf-llama-megatron-tp", "hf-llama-megatron"])
+@pytest.mark.parametrize("name", few(1, ["hf-llama-megatron-tp", "hf-llama-megatron"]))
 @pytest.mark.parametrize(("tensor_parallel", "ranks"), few(1, [(1, 2), (2, 4), (2, 2), (2, 1)]))
 def test_a_configuration_that_contradicts_the_strategy(
     tmp_path: Path, name: str, tensor_parallel: int, ranks: int
@@ -291,7 +291,7 @@ def mindformers(model: Tensors, *, is_joined: bool) -> Tensors:
     return tensors
 
 
-@pytest.mark.parametrize("is_qwen", [False, True], ids=["llama", "qwen"])
+@pytest.mark.parametrize("is_qwen", few(1, [False, True]), ids=["llama", "qwen"])
 @pytest.mark.parametrize("is_tied", few(1, [False, True]), ids=["", "tied"])
 @pytest.mark.parametrize("is_joined", few(1, [False, True]), ids=["apart", "joined"])
 def test_llama_to_mindformers_and_back(tmp_path: Path, is_joined: bool, is_tied: bool, is_qwen: bool) -> None:

@@ -166,7 +166,7 @@ def test_numbers_of_another_stage_are_refused(
     reshard_mpi.transform(*how, to=form, exclude=["optim.*"])
 
 
-@pytest.mark.parametrize("homes", few(2, ["0101", "0011", "0000"]))
+@pytest.mark.parametrize("homes", few(1, ["0101", "0011", "0000"]))
 def test_numbers_that_the_strategy_does_not_list_are_those_of_one_stage(tmp_path: Path, homes: str) -> None:
     """Of interleaved stages (0101) each would have the state of both stages under one number."""
     source = numbered(tmp_path / "src", ([0, 1], [0, 1]))

@@ -90,7 +90,7 @@ def test_the_map_that_is_a_part_of_a_training_by_numbers_stays_so(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "options", few(2, [{}, {"map": RENAMING}, {"max_shard_size": 40}, {"jobs": 2, "max_shard_size": 40}])
+    "options", few(1, [{}, {"map": RENAMING}, {"max_shard_size": 40}, {"jobs": 2, "max_shard_size": 40}])
 )
 def test_a_hugging_face_folder_gets_the_model(tmp_path: Path, options: dict[str, Any]) -> None:
     dst = converted(tmp_path, training(), to="hf", **options)
@@ -398,11 +398,14 @@ def assert_own_names(folder: Path, *networks: str) -> None:
 
 @pytest.mark.parametrize(
     ("forms", "equations", "refused"),
-    [
-        (("numbers", "names"), ["fc.w <=> lin.w", "model.fc.w <=> model.lin.w"], ["critic.c.w <=> critic.lin.w"]),
-        (("names", "numbers"), ["critic.c.w <=> critic.lin.w"], ["fc.w <=> lin.w", "model.fc.w <=> model.lin.w"]),
-        (("flat", "numbers"), ["critic.c.w <=> critic.lin.w"], ["fc.w <=> lin.w", "model.fc.w <=> model.lin.w"]),
-    ],
+    few(
+        1,
+        [
+            (("numbers", "names"), ["fc.w <=> lin.w", "model.fc.w <=> model.lin.w"], ["critic.c.w <=> critic.lin.w"]),
+            (("names", "numbers"), ["critic.c.w <=> critic.lin.w"], ["fc.w <=> lin.w", "model.fc.w <=> model.lin.w"]),
+            (("flat", "numbers"), ["critic.c.w <=> critic.lin.w"], ["fc.w <=> lin.w", "model.fc.w <=> model.lin.w"]),
+        ],
+    ),
 )
 def test_networks_whose_optimizers_have_two_forms(
     tmp_path: Path, forms: tuple[str, str], equations: list[str], refused: list[str]
@@ -434,7 +437,7 @@ def test_networks_of_the_same_names_whose_optimizers_go_by_them(tmp_path: Path, 
     assert_own_names(converted(tmp_path, source, **how, exclude=["model.*", "optimizer.*"]), "critic")
 
 
-@pytest.mark.parametrize("form", ["names", "flat"])
+@pytest.mark.parametrize("form", few(1, ["names", "flat"]))
 @pytest.mark.parametrize("has_state", few(1, [True, False]))
 def test_what_takes_any_name_takes_the_model_with_or_without_state(tmp_path: Path, has_state: bool, form: str) -> None:
     """SGD without momentum keeps none, and no optimizer does before its first step."""

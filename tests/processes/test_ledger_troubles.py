@@ -215,7 +215,7 @@ def test_something_in_the_place_of_a_ledger_is_named(tmp_path: Path, kind: str) 
 
 
 @pytest.mark.parametrize(
-    "content", few(2, [b"{}", b"[" * 100_000, b"\xff" * 10_000, b"waiting1" * 5_000, b"lease..1" * 5_000])
+    "content", few(1, [b"{}", b"[" * 100_000, b"\xff" * 10_000, b"waiting1" * 5_000, b"lease..1" * 5_000])
 )
 def test_what_a_file_says_counts_only_where_a_process_lives(state: Path, content: bytes) -> None:
     path = ledger(state).path

@@ -77,7 +77,7 @@ def paused(c: Conversion) -> tuple[dict[str, str], Path]:
 @pytest.mark.parametrize("jobs", few(1, ["2", "1"]))
 @pytest.mark.parametrize(
     ("again", "says"),
-    [("--resume", "interrupted; the same command with --resume goes on"), ("--overwrite", "interrupted")],
+    few(1, [("--resume", "interrupted; the same command with --resume goes on"), ("--overwrite", "interrupted")]),
 )
 def test_an_interrupt_is_told_on_a_line_of_its_own(tmp_path: Path, jobs: str, again: str, says: str) -> None:
     c = four_targets(tmp_path)
@@ -94,7 +94,7 @@ def test_an_interrupt_is_told_on_a_line_of_its_own(tmp_path: Path, jobs: str, ag
         assert_resumed(c, whole)
 
 
-@pytest.mark.parametrize("command", ["verify", "plan"])
+@pytest.mark.parametrize("command", few(1, ["verify", "plan"]))
 def test_what_cannot_be_resumed_does_not_promise_it(tmp_path: Path, command: str) -> None:
     c = four_targets(tmp_path)
     c.done("transform", "--verify")

@@ -208,7 +208,7 @@ def packed_weights(**shapes: tuple[int, int]) -> dict[str, Array]:
 @pytest.mark.parametrize(
     ("equation", "shapes", "stated"),
     few(
-        2,
+        1,
         [
             (
                 "p.weight_packed [(a + 3) b] <=> u.weight_packed [a b], v.weight_packed [3 b]",
@@ -288,7 +288,7 @@ def test_a_configuration_for_axes_alone_leaves_it_to_the_files(tmp_path: Path) -
         np.testing.assert_array_equal(np.asarray(opened["v.weight"]), whole)
 
 
-@pytest.mark.parametrize("columns", [48, 43])
+@pytest.mark.parametrize("columns", few(1, [48, 43]))
 def test_a_choice_without_a_map_leaves_what_files_say(tmp_path: Path, columns: int) -> None:
     """Columns may fill no whole word: then the shape that is stated tells how many there are."""
     source, tensors = write_packed(tmp_path, 3, columns, 8)

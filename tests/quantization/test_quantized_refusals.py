@@ -249,7 +249,7 @@ def test_settings_in_a_file_are_texts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     few(
-        2,
+        1,
         [
             '{"quantization_config": "yes"}',
             '{"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}',

@@ -66,7 +66,9 @@ def written(c: Conversion, rank: int, name: str = NAME) -> np.ndarray:
 # What comes of it, and what is said
 
 
-@pytest.mark.parametrize(("option", "whole"), [(MEAN, TOTAL / np.float32(2)), (SUM, TOTAL)], ids=["mean", "sum"])
+@pytest.mark.parametrize(
+    ("option", "whole"), few(1, [(MEAN, TOTAL / np.float32(2)), (SUM, TOTAL)]), ids=["mean", "sum"]
+)
 def test_targets_that_cut_them_get_rows_of_what_is_joined(
     tmp_path: Path, option: tuple[str, str], whole: np.ndarray
 ) -> None:
@@ -163,7 +165,7 @@ def test_a_target_folder_remembers_it(tmp_path: Path) -> None:
     assert json.loads((c.dst / "reshard.json").read_text())["accumulated"] == "mean"
 
 
-@pytest.mark.parametrize("option", [MEAN, SUM], ids=["mean", "sum"])
+@pytest.mark.parametrize("option", [MEAN, pytest.param(SUM, marks=pytest.mark.slow)], ids=["mean", "sum"])
 @pytest.mark.parametrize("removed", few(1, ["", ".reshard_mpi", "reshard.json"]))
 def test_verify_takes_it_from_the_target(tmp_path: Path, option: tuple[str, str], removed: str) -> None:
     c = accumulating(tmp_path)
@@ -254,7 +256,7 @@ def test_what_a_plan_says_of_those_that_are_left_out(tmp_path: Path, option: tup
     assert finished.code == 0 and lines in ([], [f"{NAME}: left out"]), lines
 
 
-@pytest.mark.parametrize("spoiled", ["first", "second"])
+@pytest.mark.parametrize("spoiled", few(1, ["first", "second"]))
 def test_a_comparison_takes_none_of_several_sums_for_all(tmp_path: Path, spoiled: str) -> None:
     c, other = accumulating(tmp_path / "sums"), accumulating(tmp_path / "same", parts=[PARTS[n % 2] for n in range(4)])
     first, second = (c, other) if spoiled == "first" else (other, c)
@@ -369,7 +371,7 @@ def test_one_of_several_ranks_gets_what_a_map_makes_of_a_sum(tmp_path: Path) -> 
     assert f"{NAME} float64 [8, 4]: as it is, converted from float32, the sum of replicas" in finished.out
 
 
-@pytest.mark.parametrize("option", [MEAN, SUM], ids=["mean", "sum"])
+@pytest.mark.parametrize("option", [MEAN, pytest.param(SUM, marks=pytest.mark.slow)], ids=["mean", "sum"])
 def test_files_that_are_filled_hold_what_is_joined(tmp_path: Path, option: tuple[str, str]) -> None:
     c = accumulating(tmp_path).but(dst_strategy=None)
     c.done("transform", *option, "--to", "hf", "--max-shard-size", "200")
@@ -474,7 +476,7 @@ def test_a_damaged_shard_cannot_be_replaced(tmp_path: Path) -> None:
     assert "rank_2" in said
 
 
-@pytest.mark.parametrize("same", [[0, 1, 0, 1], [0, 1, 2, 1]], ids=["all", "some"])
+@pytest.mark.parametrize("same", few(1, [[0, 1, 0, 1], [0, 1, 2, 1]]), ids=["all", "some"])
 def test_copies_of_one_sum_are_not_added(tmp_path: Path, same: list[int]) -> None:
     """Ranks that have added their sums already, or hold copies, would have them counted twice."""
     c = accumulating(tmp_path, parts=[PARTS[number] for number in same])

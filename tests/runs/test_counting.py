@@ -84,7 +84,7 @@ def counted(c: Conversion, task: Task = Task.CONVERT, **options: Any) -> Countin
 
 
 @pytest.mark.parametrize(
-    ("to", "verify"), few(2, one_at_a_time(["ckpt", "hdf5", "safetensors", "torch", "hf", "dcp"], [False, True]))
+    ("to", "verify"), few(1, one_at_a_time(["ckpt", "hdf5", "safetensors", "torch", "hf", "dcp"], [False, True]))
 )
 def test_a_transform(c: Conversion, to: str, verify: bool) -> None:
     whole = to == "hf"
@@ -209,7 +209,7 @@ def test_of_verifications_and_comparisons_too(c: Conversion, tmp_path: Path) -> 
     assert reshard_mpi.transform_checkpoints(c.src, tmp_path / "other", "n", *pair[2:]).processes == 1
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", few(1, [1, 2]))
 def test_a_function_that_fails_is_logged_and_left_alone(
     c: Conversion, jobs: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.checkpoints import write_shard
 from support.command_line import done, measure_apart, refused
+from support.examples import few
 
 from reshard_mpi.runs.open_run import MAX_TARGETS
 from reshard_mpi.text import MIB
@@ -55,7 +56,7 @@ def test_in_little_memory(conversion: list[str]) -> None:
     assert finished.code == 0 and finished.peak_rss_bytes < 100 * MIB
 
 
-@pytest.mark.parametrize("part", [[], ["--part", "1/3"]])
+@pytest.mark.parametrize("part", few(1, [[], ["--part", "1/3"]]))
 def test_too_many_targets_for_one_run(conversion: list[str], part: list[str]) -> None:
     for command in ("plan", "transform"):
         said = refused(command, *conversion, *part, code=2)

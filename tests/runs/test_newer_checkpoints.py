@@ -52,7 +52,7 @@ FIRST_AND_LAST = [
 ]
 
 
-@pytest.mark.parametrize(("first", "last"), few(2, FIRST_AND_LAST), ids=" ".join)
+@pytest.mark.parametrize(("first", "last"), few(1, FIRST_AND_LAST), ids=" ".join)
 def test_a_run_goes_on_with_what_it_has_begun_with_or_not_at_all(
     c: Conversion, first: list[str], last: list[str]
 ) -> None:
@@ -136,7 +136,7 @@ def test_records_of_two_choices_are_not_committed(c: Conversion) -> None:
     assert (c.dst / "reshard.json").exists()  # the targets are those that were committed
 
 
-@pytest.mark.parametrize("form", ["hf", "dcp"])
+@pytest.mark.parametrize("form", few(1, ["hf", "dcp"]))
 def test_a_folder_with_an_index_that_is_replaced(c: Conversion, form: str) -> None:
     folder = c.folder / form
     whole = c.but(dst=folder, dst_strategy=None)

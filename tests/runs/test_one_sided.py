@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.checkpoints import write_shard
+from support.examples import few
 
 import reshard_mpi
 
@@ -39,7 +40,7 @@ def test_halves_of_several_tensors(tmp_path: Path) -> None:
     assert warned(tmp_path, HALVES) == [True, True]
 
 
-@pytest.mark.parametrize("equation", [TURNS, EXPERTS], ids=["a part of each", "some experts"])
+@pytest.mark.parametrize("equation", few(1, [TURNS, EXPERTS]), ids=["a part of each", "some experts"])
 def test_ranks_that_have_a_part_of_each(tmp_path: Path, equation: str) -> None:
     assert warned(tmp_path, equation) == [False, False]
 

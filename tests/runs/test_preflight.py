@@ -70,7 +70,7 @@ def needed_of(refusal: str) -> int:
 # Room
 
 
-@pytest.mark.parametrize("command", ["transform", "plan"])
+@pytest.mark.parametrize("command", few(1, ["transform", "plan"]))
 def test_no_room(c: Conversion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     say_free(monkeypatch, sum(planned(c)))  # the payloads alone
     needed = needed_of(c.run(command).err)

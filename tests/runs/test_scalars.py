@@ -40,7 +40,7 @@ def shard(folder: Path, rank: int, kind: str) -> Path:
     return folder / f"rank_{rank}" / f"checkpoint_{rank}.{KINDS[kind]}"
 
 
-@pytest.mark.parametrize("length", few(2, [1, 2, 5]))
+@pytest.mark.parametrize("length", few(1, [1, 2, 5]))
 @pytest.mark.parametrize("kind", few(1, KINDS))
 def test_a_counter_of_which_most_ranks_have_an_empty_slice(tmp_path: Path, kind: str, length: int) -> None:
     """FSDP's slices of a counter with a dimension: what a rank has none of says nothing of the step."""
@@ -95,7 +95,7 @@ def test_ranks_that_hold_different_scalars_are_refused(tmp_path: Path) -> None:
     assert "optimizer.w.step" in str(refused.value)
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.int64])
+@pytest.mark.parametrize("dtype", few(1, [np.int8, np.int64]))
 def test_a_whole_number_that_the_checksum_of_safetensors_cannot_count_is_refused_before_anything_is_written(
     tmp_path: Path, dtype: type[np.generic]
 ) -> None:

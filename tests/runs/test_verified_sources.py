@@ -56,7 +56,7 @@ def again(c: Conversion, form: str, *options: str) -> Finished:
     return c.run("transform", "--verify", "--to", form, *options)
 
 
-@pytest.mark.parametrize(("lost", "form"), few(2, itertools.product([".reshard_mpi", "reshard.json", None], FORMS)))
+@pytest.mark.parametrize(("lost", "form"), few(1, itertools.product([".reshard_mpi", "reshard.json", None], FORMS)))
 def test_a_damaged_one_is_refused_before_anything_is_written(tmp_path: Path, form: str, lost: str | None) -> None:
     """By the sums that are left, where the records or the commit record are lost. Without --verify it is as it is."""
     c = verified(tmp_path, form)
@@ -73,7 +73,7 @@ def test_a_damaged_one_is_refused_before_anything_is_written(tmp_path: Path, for
         assert again(c, "ckpt", "--exclude", "*w").code == 0
 
 
-@pytest.mark.parametrize("form", few(2, FORMS))
+@pytest.mark.parametrize("form", few(1, FORMS))
 def test_tasks_of_an_array(tmp_path: Path, form: str) -> None:
     c = verified(tmp_path, form)
     shutil.rmtree(c.src / ".reshard_mpi")
@@ -122,7 +122,7 @@ def turn_over(src: Path, rank: int, old: bytes, new: bytes) -> None:
     path.write_bytes(content.replace(old, new))
 
 
-@pytest.mark.parametrize(("rank", "options"), few(2, one_at_a_time(range(4), [["--verify"], ["--crc"], []])), ids=str)
+@pytest.mark.parametrize(("rank", "options"), few(1, one_at_a_time(range(4), [["--verify"], ["--crc"], []])), ids=str)
 def test_the_text_of_a_damaged_shard_is_not_taken(tmp_path: Path, rank: int, options: list[str]) -> None:
     """Whichever shards the tensors come from, texts come from shards that are held against their records."""
     src, dst = halves_with_a_text(tmp_path, *options), tmp_path / "dst"
@@ -163,7 +163,7 @@ def options_of(folder: Path, way: str) -> list[str]:
     return [str(folder / "map.toml") if "[[map]]" in text else text for text in WAYS[way]]
 
 
-@pytest.mark.parametrize(("form", "way"), few(2, one_at_a_time(FORMS, WAYS)))
+@pytest.mark.parametrize(("form", "way"), few(1, one_at_a_time(FORMS, WAYS)))
 def test_what_is_converted_is_no_change_of_the_source(tmp_path: Path, form: str, way: str) -> None:
     c = verified(tmp_path, form)
     finished = again(c, form, *options_of(tmp_path, way))
@@ -176,7 +176,7 @@ def verify(c: Conversion, *options: str) -> Finished:
     return c.run("verify", *options)
 
 
-@pytest.mark.parametrize(("kept", "way"), few(2, itertools.product([".reshard_mpi", "reshard.json"], WAYS)))
+@pytest.mark.parametrize(("kept", "way"), few(1, itertools.product([".reshard_mpi", "reshard.json"], WAYS)))
 def test_verify_takes_what_is_recorded(tmp_path: Path, way: str, kept: str) -> None:
     c, options = verified(tmp_path, "ckpt"), options_of(tmp_path, way)
     assert again(c, "safetensors", *options).code == 0
@@ -200,7 +200,7 @@ def test_verify_takes_what_is_recorded(tmp_path: Path, way: str, kept: str) -> N
         assert finished.code == 2 and "was made with other options" in finished.err, finished
 
 
-@pytest.mark.parametrize(("made", "other"), [("drop", "replicate"), ("replicate", "drop")])
+@pytest.mark.parametrize(("made", "other"), few(1, [("drop", "replicate"), ("replicate", "drop")]))
 def test_verify_takes_what_became_of_unlisted_parameters(c: Conversion, made: str, other: str) -> None:
     c = c.to(side(2, {"w": RawLayout((2,), (0, -1))}))
     c.done("transform", "--unlisted", made)
@@ -211,7 +211,7 @@ def test_verify_takes_what_became_of_unlisted_parameters(c: Conversion, made: st
     assert f"--unlisted {made}" in finished.err and "damage" not in finished.err
 
 
-@pytest.mark.parametrize("form", ["safetensors", "dcp"])
+@pytest.mark.parametrize("form", few(1, ["safetensors", "dcp"]))
 def test_verify_knows_what_a_strategy_has_left_out(c: Conversion, form: str) -> None:
     """A folder that lists its own pieces does not say which tensors were to be left out: the run's strategy does."""
     c = c.to(side(2, {"w": RawLayout((2,), (0, -1))}))
@@ -265,7 +265,7 @@ def test_damage_of_a_source_is_not_that_of_its_target(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("form", "named"),
-    few(2, one_at_a_time(["ckpt", "hdf5", "safetensors", "torch"], ["folder", "rank folder", "file"])),
+    few(1, one_at_a_time(["ckpt", "hdf5", "safetensors", "torch"], ["folder", "rank folder", "file"])),
 )
 def test_sums_are_found_whatever_part_of_the_target_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, named: str

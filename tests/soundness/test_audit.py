@@ -115,7 +115,7 @@ def test_spoiled_checkpoints_are_found_out(name: str, tmp_path: Path, stand_ins:
     assert of_others == set() or "shard" in name or "dropped" in name
 
 
-@pytest.mark.parametrize("has_state", [True, False])
+@pytest.mark.parametrize("has_state", few(1, [True, False]))
 def test_a_sound_training_has_no_findings(has_state: bool, tmp_path: Path, stand_ins: Path) -> None:
     tensors = with_state(weights()) if has_state else weights()
     folder = save(tmp_path / "src", tensors, config=CONFIG)
@@ -306,7 +306,7 @@ def test_many_findings_fit_on_a_screen(jobs: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     few(
-        2,
+        1,
         [
             ({**CONFIG, "architectures": ["\x1b[31mOther"]}, "no such architecture"),
             ({**CONFIG, "architectures": ["Other"], "auto_map": {"AutoModel": "code.py"}}, "never run"),

@@ -76,13 +76,13 @@ def saved(folder: Path, tensors: Tensors, quantization: dict[str, Any], **more: 
     return save(folder, tensors, config={"model_type": "toy", **more, "quantization_config": quantization})
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", few(1, MADE))
 def test_sound_quantized_checkpoints_have_no_findings(name: str, tmp_path: Path) -> None:
     made, quantization = MADE[name]
     assert audited(saved(tmp_path / "src", made(), quantization), "--strict") == set()
 
 
-@pytest.mark.parametrize("name", ["deepseek", "gptq"])
+@pytest.mark.parametrize("name", few(1, ["deepseek", "gptq"]))
 def test_the_definition_is_that_of_the_model_without_quantization(name: str, tmp_path: Path, stand_ins: Path) -> None:
     made, quantization = MADE[name]
     folder = saved(tmp_path / "src", made(), quantization, **CONFIG)
@@ -279,7 +279,7 @@ def test_maps_that_stack_weights_keep_what_they_are(tmp_path: Path) -> None:
     assert audited(folder, "--map", equation, "--like", like, "--strict") == set()
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
+@pytest.mark.parametrize("jobs", few(1, ["1", "2"]))
 def test_ranks_that_hold_pieces_are_named(jobs: str, tmp_path: Path) -> None:
     tensors = of_deepseek()
     tensors[SCALES] = value(tensors[SCALES], 0)
