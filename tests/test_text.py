@@ -155,6 +155,7 @@ def test_specs(c: Conversion, tmp_path: Path, case: str) -> None:
     tell("inspect", str(spec))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few(1, ["rank_0.json", "run.json", "reshard.json"]))
 def test_records(c: Conversion, name: str) -> None:
     c.done("transform")

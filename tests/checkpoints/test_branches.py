@@ -537,6 +537,7 @@ def oracle(word: str, content: Any) -> Any:
     return content
 
 
+@pytest.mark.slow
 @many(25)  # each is three conversions
 @given(data=st.data())
 def test_any_files_come_out_as_a_naive_join_says(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:

@@ -157,6 +157,7 @@ def test_targets_that_share_pieces_have_them_compared_once(tmp_path: Path, read:
     assert set(compared.values()) == {1}
 
 
+@pytest.mark.slow
 def test_processes_share_what_is_to_be_compared(tmp_path: Path) -> None:
     """What each of 3 workers reads to compare goes to a file of its own."""
     c = make(tmp_path).to(EIGHT)

@@ -215,6 +215,7 @@ def test_a_shard_that_another_one_contradicts_is_refused_with_both_and_replaced_
     assert "no shard of rank 1 in" in told and told.endswith("was taken from rank 3 instead")
 
 
+@pytest.mark.slow
 def test_a_contradiction_between_the_shards_of_different_targets_is_refused(c: Conversion, tmp_path: Path) -> None:
     """Each target reads its own rank's shard only, and so sees no contradiction."""
     layouts = {"w": RawLayout((4,), (-1, -1)), "b": RawLayout((4,), (-1,))}

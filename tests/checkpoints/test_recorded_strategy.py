@@ -43,6 +43,7 @@ def tensors() -> dict[str, np.ndarray]:
     return {"w": np.arange(64, dtype=np.float32).reshape(8, 8), "w_alike": rows, "b": np.ones(3, np.float32)}
 
 
+@pytest.mark.slow
 def test_by_every_function(made: Path, tmp_path: Path) -> None:
     reshard_mpi.transform(made, tmp_path / "one", to="safetensors", strict=True)
     done("diff", tmp_path / "model.safetensors", tmp_path / "one")
@@ -120,6 +121,7 @@ def test_a_copy_needs_none(made: Path, tmp_path: Path, first: str) -> None:
     assert one.read_bytes() == again.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_table_with_a_flipped_bit_is_none(made: Path, tmp_path: Path) -> None:
     record = made / ".reshard_mpi" / "strategy.json"
     content = bytearray(record.read_bytes())

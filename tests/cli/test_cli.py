@@ -146,6 +146,7 @@ def test_rank_folders_may_be_there(conversion: Conversion) -> None:
     assert_right(conversion)
 
 
+@pytest.mark.slow
 def test_jobs(conversion: Conversion) -> None:
     conversion.done("transform", "--jobs", "5", "--report", str(conversion.folder / "r"))
     assert_right(conversion)
@@ -341,6 +342,7 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not listing(tmp_path)
 
 
+@pytest.mark.slow
 def test_demo_in_a_folder(tmp_path: Path) -> None:
     base = tmp_path / "new"
     finished = done("demo", str(base))
@@ -481,6 +483,7 @@ def test_a_transform_that_nobody_listens_to(conversion: Conversion, jobs: str, t
     assert_right(conversion)
 
 
+@pytest.mark.slow
 def test_failures_that_nobody_listens_to(conversion: Conversion, tmp_path: Path) -> None:
     env = refusing(tmp_path)
     for jobs in ("1", "2"):

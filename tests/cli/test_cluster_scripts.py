@@ -128,6 +128,7 @@ def test_it_is_clean_for_bash_and_shellcheck(c: Conversion, tmp_path: Path, opti
     assert finished.code == 0, finished
 
 
+@pytest.mark.slow
 def test_odd_paths_arrive_as_they_are(c: Conversion, tmp_path: Path) -> None:
     odd = os.fsdecode(b'it\'s "$HOME" `touch hacked` \\ a\ntouch hacked\n#\xff')
     c.src.rename(tmp_path / odd)

@@ -57,6 +57,7 @@ def number_of(value: Any) -> Any:
     return list(map(number_of, value)) if isinstance(value, list) else float(value)
 
 
+@pytest.mark.slow
 @STORED
 @given(form=st.sampled_from(FORMS), tensors=whole_tensors(), data=st.data())
 def test_elements_are_those_of_numpy(form: str, tensors: dict[str, Array], data: st.DataObject) -> None:

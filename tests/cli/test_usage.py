@@ -148,6 +148,7 @@ def test_lists_of_ranks(command: str, text: str, ranks: list[int]) -> None:
     assert parser().parse_args([command, "a", "b", f"--rank={text}", "--rank", "9"]).rank == [*ranks, 9]
 
 
+@pytest.mark.slow
 def test_some_ranks_are_made_and_verified(tmp_path: Path) -> None:
     c = make(tmp_path, "hdf5")
     c.done("transform", "--rank", "0-1,1", "--verify", "--jobs", "1")

@@ -104,6 +104,7 @@ def test_these_types_are_converted() -> None:
     assert {dtype.name for dtype in FLOATS} == set(TYPES)
 
 
+@pytest.mark.slow
 def test_oracle_knows_python_and_numpy() -> None:
     assert value(nearest(Fraction(0.1), FORMS["float64"]), FORMS["float64"]) == Fraction(0.1)
     halves = every("float16")

@@ -195,6 +195,7 @@ def test_a_source_that_shrinks_while_it_is_mapped(own: Conversion, whole: Conver
     assert_resumed(own, whole)
 
 
+@pytest.mark.slow
 def test_a_source_that_shrinks_while_it_is_mapped_alone(own: Conversion, whole: Conversion) -> None:
     env = fault(own, own.folder / "counter", "os.truncate(path, 0)", on="mapped", path="src/rank_1/")
     assert transform_apart(own, "--jobs", "1", env=env).code == -signal.SIGBUS
@@ -215,6 +216,7 @@ def test_a_source_that_shrinks_while_ranks_have_it_mapped(own: Conversion, whole
 # Processes
 
 
+@pytest.mark.slow
 def test_two_runs_at_once(c: Conversion, whole: Conversion) -> None:
     """The second is refused by name while the first is at its second target, and joins it when that is done."""
     there, go = c.folder / "there", c.folder / "go"

@@ -188,6 +188,7 @@ def test_experts_are_lost_in_a_selection(tmp_path: Path) -> None:
     refused(saved(tmp_path, mixture(), EXPERTS), "lacks experts", exclude=["*deepspeed_experts.3.*"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "ep"), few(1, [(4, 4), (4, 1), (2, 2), (6, 1)]))
 def test_another_number_of_ranks_that_share_experts(tmp_path: Path, ranks: int, ep: int) -> None:
     source = saved(tmp_path, mixture(), EXPERTS)
@@ -210,6 +211,7 @@ def test_a_model_without_experts_has_none_to_share(tmp_path: Path) -> None:
     refused(saved(tmp_path, pipeline(), PIPELINE), "0 layers with experts", ep=2)
 
 
+@pytest.mark.slow
 def test_groups_that_would_become_one(tmp_path: Path) -> None:
     """Two layers whose experts are divided over 2 and over 4 ranks: over 2 ranks their groups have one name."""
     other = "m.deepspeed_experts."
@@ -239,6 +241,7 @@ def twice(root: Any) -> None:
     group["params"] = names[::2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edit", few(1, [backwards, twice]))
 def test_another_division_of_groups_that_depend_on_it(tmp_path: Path, edit: Callable[[Any], None]) -> None:
     """An order of its own, and a group that DeepSpeed has divided in two, stay as they are over as many ranks."""
@@ -252,6 +255,7 @@ def test_another_division_of_groups_that_depend_on_it(tmp_path: Path, edit: Call
     reshard_mpi.verify(source, tmp_path / "again")
 
 
+@pytest.mark.slow
 def test_a_part_of_the_experts_in_several_groups(tmp_path: Path) -> None:
     """DeepSpeed begins another group in the midst of an expert, where one would have very many elements."""
     names = [[f"{BEFORE}{number}.{weight}" for number in numbers for weight in "ab"] for numbers in ((0, 1), (2, 3))]
@@ -295,6 +299,7 @@ def test_what_layers_of_a_pipeline_share(tmp_path: Path, dtype: str) -> None:
     reshard_mpi.verify(source, tmp_path / "again")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", few(1, [{"dtype": "model.*=fp16"}, {"dtype": "fp32"}, {"exclude": ["*.fp32_param"]}]))
 def test_other_types_of_what_layers_share(tmp_path: Path, how: dict[str, Any]) -> None:
     source = in_torch(tmp_path, saved(tmp_path, pipeline(), PIPELINE), share)
@@ -345,6 +350,7 @@ def test_buffers_and_values_of_modules_go_to_their_layers(tmp_path: Path) -> Non
     assert back["buffer_names"] == ["0.count"] and back["model"]["1._extra_state"] == "x"
 
 
+@pytest.mark.slow
 def test_names_in_lists_follow_a_map(tmp_path: Path) -> None:
     """Of buffers, of second names, and of what the stages of a pipeline train."""
     plain = deepspeed_peer.training({"a": (3,)}, buffers={"scale": np.float32([1.5])}, shared={"tied": "a"})

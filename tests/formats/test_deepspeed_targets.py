@@ -221,6 +221,7 @@ def test_a_model_whose_names_begin_with_numbers_is_no_pipeline(tmp_path: Path) -
     reshard_mpi.verify(tmp_path / "save", tmp_path / "out")
 
 
+@pytest.mark.slow
 @many(25)
 @given(st.integers(1, 7), st.integers(1, 6))
 def test_round_robin_gradients_has_an_order_of_its_own(from_ranks: int, to_ranks: int) -> None:
@@ -375,6 +376,7 @@ def test_another_tag_is_added_to_a_folder_of_saves(tmp_path: Path, is_killed: bo
     assert reshard_mpi.inspect(out)
 
 
+@pytest.mark.slow
 def test_only_the_files_of_the_same_tag_are_replaced(tmp_path: Path) -> None:
     out, asked = tmp_path / "out", {"to": "deepspeed", "zero_stage": 3}
     first = source_of(tmp_path)

@@ -89,6 +89,7 @@ def test_the_mean_is_that_of_a_sum_one_by_one(tmp_path: Path) -> None:
         assert opened["model.mean.w"][...].tobytes() == expected.tobytes()
 
 
+@pytest.mark.slow
 def test_words_that_stages_of_a_pipeline_share(tmp_path: Path) -> None:
     """The rule of the shared module is that of the layers which it is in; the padding is taken from all of them."""
     training = deepspeed_peer.training({"0.w": (5, 2), "1.w": (5, 2), "2.w": (4, 2)}, dtype="float16")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import pytest
 
 from reshard_mpi.filesystem.source_files import FileVersion, version_of
 from reshard_mpi.formats.dtypes import BY_NAME
@@ -24,6 +25,7 @@ def make(path: Path, count: int) -> FileVersion:
     return version_of(str(path))
 
 
+@pytest.mark.slow
 def test_the_library_keeps_the_chunk_that_it_has_decoded(tmp_path: Path) -> None:
     """Opened beside another handle of the same dataset it would keep 1 MiB, and decode it again for every part."""
     path = tmp_path / "a.h5"

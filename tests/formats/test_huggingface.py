@@ -208,6 +208,7 @@ def test_files_that_somebody_has_changed_are_not_removed(tmp_path: Path, change:
     assert listing(there.dst) == before
 
 
+@pytest.mark.slow
 def test_several_processes_of_a_function(tmp_path: Path) -> None:
     c = make(tmp_path)
     report = reshard_mpi.transform(

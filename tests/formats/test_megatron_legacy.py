@@ -275,6 +275,7 @@ def test_numbered_state_that_is_refused(tmp_path: Path, what: str) -> None:
         assert part in said, said
 
 
+@pytest.mark.slow
 def test_weights_that_are_alike(tmp_path: Path) -> None:
     """Of two of which one is trained it cannot be told which one it is."""
     made = training(Model(layers=((1,),), hidden=64, has_biases=True))
@@ -317,6 +318,7 @@ def test_copies_that_differ(tmp_path: Path) -> None:
     assert said.code == 3 and f"copies of 'model.{NORM}' differ" in said.err, said.err
 
 
+@pytest.mark.slow
 def test_parameters_that_are_not_trained(tmp_path: Path) -> None:
     """They are in no buffer; neither are a router's counts, nor a tensor that is the same on all ranks."""
     names = {f"decoder.layers.0.{name}": 1.5 for name in ("mlp.router.expert_bias", "odd")}
@@ -371,6 +373,7 @@ def test_what_else_is_in_the_files(tmp_path: Path) -> None:
     assert {*decayed["params"], *others["params"]} == set(TIED.weights)
 
 
+@pytest.mark.slow
 def test_groups_of_numbered_state(tmp_path: Path) -> None:
     """Their members are in the files, so that nothing is said of them."""
     megatron_legacy_peer.write(tmp_path / "save", EXPERTS, Form(1, 2, optimizer="numbers"))
@@ -393,6 +396,7 @@ def test_weights_without_their_optimizer(tmp_path: Path) -> None:
     assert set(made["model"]) >= set(TIED.weights) and len(made["optimizer"]["param_groups"]) == 2
 
 
+@pytest.mark.slow
 def test_ways_to_it(tmp_path: Path) -> None:
     """It is found by the folder of the iteration and the one above; other files there are named."""
     top = megatron_legacy_peer.write(tmp_path / "save", TIED, Form(2))

@@ -378,6 +378,7 @@ def groups_of(folder: Path) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_experts_get_an_optimizer_of_their_own_or_lose_it(tmp_path: Path) -> None:
     """As Megatron has it where ranks share them out, or not."""
     training = Training(SHAPES)
@@ -544,6 +545,7 @@ def test_a_stopped_run_goes_on_and_its_index_is_written_last(tmp_path: Path) -> 
     assert not any(path.exists() for path in index)
 
 
+@pytest.mark.slow
 def test_another_run_takes_the_place_of_one(tmp_path: Path) -> None:
     """Of another iteration, whose folder has another name, it lies beside the first one, which stays whole."""
     source, out = Training(SHAPES).save(tmp_path / "x.pt"), tmp_path / "out"

@@ -167,6 +167,7 @@ def test_layers_that_are_alike_are_told_by_their_order(tmp_path: Path, form: For
     require_all(tmp_path, training)
 
 
+@pytest.mark.slow
 def test_alike_layers_in_chunks_of_which_some_have_none(tmp_path: Path) -> None:
     """The first stage has no experts in its first chunk, so its first buffer is of layers behind the second stage's."""
     training = gpt(8, experts=4, is_numbered=True, dense_layers=2)
@@ -181,6 +182,7 @@ def test_alike_layers_in_chunks_of_which_some_have_none(tmp_path: Path) -> None:
     assert "have the same weights" in said and "linear_fc" in said
 
 
+@pytest.mark.slow
 def test_two_that_are_alike_in_a_layer_are_not_told(tmp_path: Path) -> None:
     """Nothing says which was built first. The form that has names needs no order."""
     training = with_alike(gpt(2), NORM, OTHER)
@@ -336,6 +338,7 @@ def test_one_file_is_lost(tmp_path: Path, state: str) -> None:
     require_all(tmp_path, gpt(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", few(1, FORMS))
 def test_one_file_of_another_save(tmp_path: Path, state: str) -> None:
     """Its items have the same lengths, so what they hold must tell."""
@@ -416,6 +419,7 @@ def test_every_key_is_told(tmp_path: Path, state: str) -> None:
     assert ("per_bucket_numel_unpadded/" in said.err) == (state == "dp_reshardable")
 
 
+@pytest.mark.slow
 def test_what_transformer_engine_keeps_of_modules(tmp_path: Path) -> None:
     """Nothing, a tensor, or what a stream holds: it comes back under the same keys."""
     key = "decoder.layers.self_attention.linear_qkv._extra_state/shard_{}_3"
@@ -448,6 +452,7 @@ def test_unknown_classes_are_not_made(tmp_path: Path) -> None:
     require_all(tmp_path / "source", gpt(2))
 
 
+@pytest.mark.slow
 def test_random_changes_are_never_read_wrong(tmp_path: Path) -> None:
     """A folder of which pieces were exchanged is refused: their boxes are right, their elements are others'."""
     draw = random.Random(5)

@@ -484,6 +484,7 @@ command()
 """
 
 
+@pytest.mark.slow
 def test_processes_that_begin_while_the_next_moment_is_saved(folder: Path, tmp_path: Path) -> None:
     """Targets of one run are never of two moments, whichever process saw which."""
     source, out, strategy = folder.parent, tmp_path / "out", tmp_path / "two.toml"

@@ -241,6 +241,7 @@ def test_strings_are_written_so_that_they_are_read_back(tmp_path: Path) -> None:
     assert {key for key in header(path)["__metadata__"] if key in strings} == {"format", "plain"}
 
 
+@pytest.mark.slow
 def test_a_lot_of_metadata_is_left_out_and_named(tmp_path: Path) -> None:
     entries = {f"{number}": "x" * (1 << 19) for number in range(20)} | {"huge": "x" * (9 << 20), "n" * 50_000: "x"}
     path = tmp_path / "foreign.safetensors"

@@ -84,6 +84,7 @@ def test_limits_are_the_same(tmp_path: Path, limit: str) -> None:
     assert usual == as_json and "too m" in str(usual)
 
 
+@pytest.mark.slow
 def test_few_entries_are_read_as_json(tmp_path: Path) -> None:
     entries = {f"层.{n}": {"dtype": "U8", "shape": [2], "data_offsets": [2 * n, 2 * n + 2]} for n in range(5000)}
     path = tmp_path / "m.safetensors"

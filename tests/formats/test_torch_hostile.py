@@ -257,6 +257,7 @@ def test_compressed_members(tmp_path: Path) -> None:
     refused(tmp_path / "net.pt", "compressed")
 
 
+@pytest.mark.slow
 def test_a_zip_bomb(tmp_path: Path) -> None:
     data, _ = torch_peer.dumps({"w": tensor(stored(elements=1 << 24), 0, (1 << 24,), (1,))})
     members = {**pickled(data), "data/0": bytes(1 << 26)}

@@ -7,6 +7,7 @@ import sysconfig
 from pathlib import Path
 
 import numpy as np
+import pytest
 from support import safetensors_peer, sliced_peer
 from support.pages import GUIDE, README, block_run_by, blocks
 from support.processes import Finished, run_command
@@ -34,6 +35,7 @@ def run_block(page: Path, test: str, folder: Path) -> Finished:
     return run_command(["bash", "-e", "-c", commands], env=environment, cwd=folder, check=True)
 
 
+@pytest.mark.slow
 def test_queries_keys_and_values(tmp_path: Path) -> None:
     """README's map and command: in the target, a group's queries are followed by its keys and its values."""
     random = np.random.default_rng(1)
@@ -58,6 +60,7 @@ def test_queries_keys_and_values(tmp_path: Path) -> None:
     assert len(list((tmp_path / "megatron").glob("*.distcp"))) == 4
 
 
+@pytest.mark.slow
 def test_forms_that_are_only_read(tmp_path: Path) -> None:
     whole = np.arange(48, dtype=np.float32).reshape(16, 3)
     latest = tmp_path / "checkpoint" / "iteration_00000020"

@@ -91,6 +91,7 @@ def without(facts: dict[str, Any]) -> dict[str, Any]:
     return {"sums": {}, "sources": [], **rest, "targets": targets}
 
 
+@pytest.mark.slow
 def test_what_is_read_is_what_is_written(c: Conversion) -> None:
     """Nothing that a record says is taken for anything else, and what it leaves out is not made up."""
     for name in RECORDS:
@@ -252,6 +253,7 @@ def test_a_record_that_would_take_much_memory_is_not_parsed(tmp_path: Path, fill
     assert path.stat().st_size <= RUN_ROOM.file_bytes and read_json(path, RUN_ROOM) == {}
 
 
+@pytest.mark.slow
 def test_there_is_room_for_what_is_real() -> None:
     """20,000 tensors with sums for one target; a commit of 16,384 targets and 640,000 tensors."""
     names = [

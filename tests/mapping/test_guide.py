@@ -64,6 +64,7 @@ def test_the_example_of_the_readme_is_a_map() -> None:
     assert rules.axes == {"g": 2, "r": 4}
 
 
+@pytest.mark.slow
 def test_the_program_shows_the_guide_and_its_maps(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG_OF_ALL))

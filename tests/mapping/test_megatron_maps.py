@@ -321,6 +321,7 @@ def prediction(both: Both, weights: Weights, sizes: Sizes) -> None:
     both.add(weights(sizes.hidden), f"{at}.shared_head.norm.weight", "mtp.layers.0.final_layernorm.weight")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", few(1, range(50, 56)))
 def test_multi_token_prediction(tmp_path: Path, seed: int) -> None:
     sizes = Sizes.drawn(seed)._replace(queries=4, is_tied=False)

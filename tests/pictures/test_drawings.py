@@ -112,6 +112,7 @@ def test_a_page_needs_nothing_else() -> None:
     assert " style=" not in page  # its policy would not let it be
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [

@@ -193,6 +193,7 @@ def test_tensors_that_are_asked_for_come_first_and_are_found_in_any_stage(tmp_pa
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", few(1, ["hdf5", "dcp"]))
 def test_a_sample_shows_the_whole_tensor_on_both_sides(tmp_path: Path, kind: str) -> None:
     """Blocks stand for all pieces, and each has a target that was planned, though few targets are."""

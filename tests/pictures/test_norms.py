@@ -42,6 +42,7 @@ def test_every_tensor_is_a_point_and_names_are_text(tmp_path: Path) -> None:
     assert HOSTILE in data["names"] and len(data["told"]) == len(data["found"]) == len(data["names"])
 
 
+@pytest.mark.slow
 def test_a_large_checkpoint_is_a_page_of_bounded_size() -> None:
     norms = [TensorNorm(f"layers.{at % 90}.experts.{at // 90}.w", 1.0 + at, "float32 [2]") for at in range(90_000)]
     norms += [TensorNorm(f"part{chr(97 + at % 26)}{chr(97 + at // 26)}.w", 0.0, "float32 [2]") for at in range(600)]

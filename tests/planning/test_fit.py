@@ -511,6 +511,7 @@ def test_a_shard_of_another_shape_is_no_proof_against_the_strategy(tmp_path: Pat
     assert "does not fit" in said and "rank_5" in said.split("where: ")[1]
 
 
+@pytest.mark.slow
 def test_one_of_many_that_has_drifted_on_one_rank(tmp_path: Path) -> None:
     """Whichever rank it is: what only tells of a shard looks at few tensors, and of many ways at one of each."""
     mesh = {"a": 2, "b": 2, "c": 2}
@@ -629,6 +630,7 @@ def test_a_rank_has_few_values_of_its_own(tmp_path: Path) -> None:
     c.done(spec, "--unlisted", "replicate")
 
 
+@pytest.mark.slow
 def test_plan_shows_what_rules_make_of_tensors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Which dimension is cut, no copies can show; but people see a shape that is not theirs."""
     c = Checkpoint(tmp_path)
@@ -766,6 +768,7 @@ def test_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert {*read} == alone
 
 
+@pytest.mark.slow
 def test_little_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk is decoded whole to read a few elements of it."""
     spec, noise = Spec({"n": 4}, (Rule("w*", {}), Rule("x*", {0: ("n",)}))), np.random.default_rng(6)

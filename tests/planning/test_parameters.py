@@ -223,6 +223,7 @@ def test_present_in_some_holders_and_absent_in_others(c: Conversion, tmp_path: P
     assert listing(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_followers_that_only_some_replicas_hold(c: Conversion, tmp_path: Path) -> None:
     """Target 0 opens ranks 0 and 1, target 1 ranks 2 and 3: neither alone can see that something is missing."""
     for rank in (0, 1):
@@ -320,6 +321,7 @@ def test_unlisted_values_that_differ_are_told(c: Conversion, tmp_path: Path) -> 
 # What is cut in truth, and in no strategy: each rank has another part of it, and a target gets one of them.
 
 
+@pytest.mark.slow
 def test_whole_numbers_that_no_strategy_lists_and_that_differ_are_warned_of(c: Conversion, tmp_path: Path) -> None:
     for rank in range(4):
         c.rewrite(rank, {"g_idx": np.arange(8 * rank, 8 * rank + 8, dtype=np.int64)})

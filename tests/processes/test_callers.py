@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
 from support.conversions import make
 from support.processes import HANG_SECONDS
 
@@ -14,6 +15,7 @@ from reshard_mpi.runs.worker_pipes import Channel
 from reshard_mpi.runs.workers import _START
 
 
+@pytest.mark.slow
 def test_one_whose_caller_was_killed_meanwhile_begins_no_run(tmp_path: Path) -> None:
     c = make(tmp_path)
     ours, theirs = Channel.pair()

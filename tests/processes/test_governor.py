@@ -188,6 +188,7 @@ def test_plan_says_so_too(c: Conversion) -> None:
     c.done("plan", "--memory", "1G")
 
 
+@pytest.mark.slow
 def test_a_plan_leaves_no_lease_and_a_batch_script_is_for_other_hosts(
     c: Conversion, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,6 +319,7 @@ def test_ranks_of_a_run_that_have_room_only_one_after_the_other(
     assert_right(c)
 
 
+@pytest.mark.slow
 def test_no_more_workers_than_there_can_be_memory_for(tmp_path: Path, state: Path) -> None:
     c = make(tmp_path).to(side(4, EACH))
     finished = transform_apart(c, "--jobs", "4", "--memory", "140M")
@@ -359,6 +361,7 @@ def test_a_process_that_waits_at_its_start_can_be_stopped(c: Conversion, state: 
     assert not c.dst.exists()
 
 
+@pytest.mark.slow
 def test_no_more_at_once_than_allowed(tmp_path: Path, state: Path) -> None:
     a, b = (Holder(state, MIB, max_active=2) for _ in range(2))
     with ended(a.expect("holds"), b.expect("holds"), c := Holder(state, MIB, max_active=2)):

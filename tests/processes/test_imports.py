@@ -256,6 +256,7 @@ def test_an_installation_in_the_working_folder(tmp_path: Path, monkeypatch: pyte
     assert imports.import_environment() == {"PYTHONPATH": str(tmp_path)}
 
 
+@pytest.mark.slow
 def test_a_working_folder_that_is_gone(tmp_path: Path) -> None:
     program = "import os; os.rmdir(os.getcwd()); import reshard_mpi.api; from reshard_mpi.processes import imports; "
     program += "print(imports.import_environment()['PYTHONPATH'] != '')"

@@ -122,6 +122,7 @@ def test_a_holder_in_a_container_counts_until_it_ends(state: Path) -> None:
             b.expect("holds").let_go()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", few(1, [signal.SIGKILL, signal.SIGINT]))
 def test_who_leaves_the_line_is_passed_over(state: Path, number: signal.Signals) -> None:
     first = Holder(state, LEASE, memory="64M").expect("holds")
@@ -197,6 +198,7 @@ def test_one_comes_as_the_last_one_leaves(tmp_path: Path, monkeypatch: pytest.Mo
     assert not line.path.exists()
 
 
+@pytest.mark.slow
 def test_the_place_may_be_removed_while_it_is_in_use(state: Path, tmp_path: Path) -> None:
     """As where the end of a login session clears what the user has in shared memory. Nobody fails for that."""
     waiting: list[Holder] = []
@@ -231,6 +233,7 @@ def test_a_damaged_record_is_passed_over(state: Path, text: bytes) -> None:
         assert not path.exists()
 
 
+@pytest.mark.slow
 def test_what_the_dead_have_left_is_taken_over(state: Path) -> None:
     holders = [Holder(state, LEASE, memory="1G").expect("holds") for _ in range(3)]
     with ended(*holders):

@@ -66,6 +66,7 @@ def test_a_stopped_head_is_passed_and_has_its_place_again_when_it_goes_on(state:
             third.let_go()
 
 
+@pytest.mark.slow
 def test_a_stopped_one_in_the_middle_is_passed(state: Path) -> None:
     with ended(first := Holder(state, LEASE, memory="64M").expect("holds")):
         waiting: list[Holder] = []
@@ -145,6 +146,7 @@ def stopped_with_the_lock(path: Path) -> Iterator[int]:
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_lock_that_a_stopped_process_holds_is_named(state: Path) -> None:
     first = Holder(state, MIB, memory="64M").expect("holds")
     with ended(first), stopped_with_the_lock(ledger(state).path) as pid:
@@ -157,6 +159,7 @@ def test_a_lock_that_a_stopped_process_holds_is_named(state: Path) -> None:
             second.expect("holds").let_go()
 
 
+@pytest.mark.slow
 def test_who_leaves_does_not_wait_for_a_stopped_one(state: Path) -> None:
     first = Holder(state, MIB, memory="64M").expect("holds")
     with ended(first), stopped_with_the_lock(ledger(state).path) as pid:

@@ -351,6 +351,7 @@ def transform_by_a_late_leader(c: Conversion, other: Path) -> Finished:
     return transform_apart(c, "--jobs", "2", env={"PYTHONPATH": str(late), **ONE_THREAD})
 
 
+@pytest.mark.slow
 def test_a_process_that_fills_a_part_has_looked_at_another_source(tmp_path: Path) -> None:
     c = make(tmp_path).but(dst_strategy=None)
     other = copy_of_source(c, "other")
@@ -359,6 +360,7 @@ def test_a_process_that_fills_a_part_has_looked_at_another_source(tmp_path: Path
     assert not c.written(0).exists()
 
 
+@pytest.mark.slow
 def test_a_process_that_fills_a_part_has_planned_other_tensors(tmp_path: Path) -> None:
     c = make(tmp_path).but(dst_strategy=None)
     other = copy_of_source(c, "other")

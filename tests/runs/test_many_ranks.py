@@ -51,6 +51,7 @@ def test_some_of_a_million_targets(
     assert len(looked_at) == len(ranks)
 
 
+@pytest.mark.slow
 def test_in_little_memory(conversion: list[str]) -> None:
     finished = measure_apart("plan", *conversion, "--rank", "0")
     assert finished.code == 0 and finished.peak_rss_bytes < 100 * MIB

@@ -209,6 +209,7 @@ def test_ranks_that_have_chosen_differently(c: Conversion, mpi: MPI, command: st
     assert f"expected: {OLD}" in finished.err and f"got: {NEW}" in finished.err
 
 
+@pytest.mark.slow
 def test_workers_that_have_chosen_differently(c: Conversion) -> None:
     """They are forked, and each looks for itself."""
     save_newer(c)

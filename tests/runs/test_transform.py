@@ -206,6 +206,7 @@ def test_ranks_that_fill_targets_together(reference: Conversion, tmp_path: Path,
     assert shards(c.dst) == shards(reference.dst)
 
 
+@pytest.mark.slow
 def test_jobs_that_fill_a_file_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     c = four_targets(tmp_path)
     (tmp_path / "here").mkdir()
@@ -259,6 +260,7 @@ def test_one_that_leads_is_killed(tmp_path: Path) -> None:
     assert_right(c)
 
 
+@pytest.mark.slow
 def test_a_target_that_cannot_be_reserved(tmp_path: Path) -> None:
     c = four_targets(tmp_path)
     env = doing(tmp_path, "pass")
@@ -341,6 +343,7 @@ def test_the_parent_of_workers_that_is_killed(tmp_path: Path) -> None:
     assert "signal SIGKILL" in finished.err
 
 
+@pytest.mark.slow
 def test_a_bug_in_a_worker(tmp_path: Path) -> None:
     c = four_targets(tmp_path)
     finished = transform_apart(c, "--jobs", "2", env=doing(tmp_path, "raise ValueError('a bug')"))

@@ -130,6 +130,7 @@ def test_the_base_models_prefix_may_be_missing(tmp_path: Path, stand_ins: Path) 
     assert audited(save(tmp_path / "src", tensors, config=CONFIG)) == set()
 
 
+@pytest.mark.slow
 def test_a_map_gives_the_names_of_the_model(tmp_path: Path, stand_ins: Path) -> None:
     tensors = {name.replace("model.layers", "decoder.blocks"): array for name, array in weights().items()}
     folder = save(tmp_path / "src", tensors, config=CONFIG)

@@ -96,6 +96,7 @@ def test_the_definition_is_that_of_the_model_without_quantization(name: str, tmp
     assert audited(folder, "--config", str(tmp_path), "--strict") == set()
 
 
+@pytest.mark.slow
 def test_weights_that_are_missing_or_too_much_are_told_once(tmp_path: Path, stand_ins: Path) -> None:
     tensors = {name.replace("layers.1.q_proj", "layers.9.q_proj"): array for name, array in of_gptq().items()}
     tensors["model.layers.0.self_attn.k_scale"] = np.ones((), np.float32)  # of its cache
@@ -233,6 +234,7 @@ def test_shapes_that_contradict_the_scheme_are_found_out(tmp_path: Path) -> None
     assert finished.code == WRONG and found["kind"] == "structure" and "contradicts" in found["detail"]
 
 
+@pytest.mark.slow
 def test_another_checkpoint_may_be_quantized_in_another_way(tmp_path: Path, stand_ins: Path) -> None:
     plain, deepseek = save(tmp_path / "plain", weights()), saved(tmp_path / "deepseek", of_deepseek(), FP8)
     by_groups = saved(tmp_path / "gptq", of_gptq(), MADE["gptq"][1])
@@ -255,6 +257,7 @@ def test_another_checkpoint_may_be_quantized_in_another_way(tmp_path: Path, stan
     assert audited(saved(tmp_path / "oss", oss, MXFP4), "--like", str(model), "--strict") == set()
 
 
+@pytest.mark.slow
 def test_norms_of_stored_elements_are_none_of_weights(tmp_path: Path) -> None:
     plain = save(tmp_path / "plain", weights())
     deepseek = saved(tmp_path / "deepseek", of_deepseek(), FP8)

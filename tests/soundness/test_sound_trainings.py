@@ -34,6 +34,7 @@ def test_deepspeed(drawn: tuple[Any, Any]) -> None:
         assert errors(folder) == []
 
 
+@pytest.mark.slow
 @many(10)  # whose weights are any numbers of their type
 @given(drawn=megatron_legacy_peer.trainings())
 def test_megatrons_older_form(drawn: tuple[Any, Any]) -> None:
