@@ -150,22 +150,22 @@ def test_zero_points_that_contradict_a_symmetric_scheme_are_refused() -> None:
     assert refused.value.where == "w.qzeros" and refused.value.got == "0 to 15"
 
 
-DRAWN = np.random.default_rng(7)
+# How a sample is made: when its test runs, since the elements of the largest take as long as many modules to load.
 NEEDED = [
     pytest.param(
-        fp8(DRAWN, (300, 520), (128, 128), FLOAT32),
+        lambda draw: fp8(draw, (300, 520), (128, 128), FLOAT32),
         Box((100, 256), (130, 384)),
         {"w.weight": Box((100, 256), (130, 384)), "w.weight_scale": Box((0, 2), (2, 3))},
         id="two blocks of rows and one of columns",
     ),
     pytest.param(
-        fp8(DRAWN, (4, 6, 8), (1, 0), BFLOAT16),
+        lambda draw: fp8(draw, (4, 6, 8), (1, 0), BFLOAT16),
         Box((1, 2, 0), (3, 3, 8)),
         {"w.weight": Box((1, 2, 0), (3, 3, 8)), "w.weight_scale": Box((1, 2, 0), (3, 3, 1))},
         id="a scale for each row",
     ),
     pytest.param(
-        packed(DRAWN, (40, 96), 3, 32, FLOAT32, zero=True),
+        lambda draw: packed(draw, (40, 96), 3, 32, FLOAT32, zero=True),
         Box((21, 10), (22, 33)),  # bits 63 to 65 of the zero points, and 30 to 98 of each row
         {
             "w.weight_packed": Box((21, 0), (22, 4)),
@@ -175,7 +175,7 @@ NEEDED = [
         id="3 bits straddle words",
     ),
     pytest.param(
-        packed(DRAWN, (8, 64), 4, 16, FLOAT32, act_order=True),
+        lambda draw: packed(draw, (8, 64), 4, 16, FLOAT32, act_order=True),
         Box((2, 8), (3, 16)),
         {
             "w.weight_packed": Box((2, 1), (3, 2)),
@@ -185,7 +185,7 @@ NEEDED = [
         id="act-order: the scales of all groups",
     ),
     pytest.param(
-        gptq(DRAWN, (32, 64), 4, 32, FLOAT32),
+        lambda draw: gptq(draw, (32, 64), 4, 32, FLOAT32),
         Box((7, 33), (9, 34)),
         {
             "w.qweight": Box((4, 7), (5, 9)),
@@ -196,19 +196,19 @@ NEEDED = [
         id="gptq",
     ),
     pytest.param(
-        awq(DRAWN, (32, 64), 16, FLOAT32),
+        lambda draw: awq(draw, (32, 64), 16, FLOAT32),
         Box((7, 33), (9, 34)),
         {"w.qweight": Box((33, 0), (34, 2)), "w.qzeros": Box((2, 0), (3, 2)), "w.scales": Box((2, 7), (3, 9))},
         id="awq",
     ),
     pytest.param(
-        gpt_oss(DRAWN, (2, 64, 6)),
+        lambda draw: gpt_oss(draw, (2, 64, 6)),
         Box((1, 31, 2), (2, 32, 5)),
         {"w_blocks": Box((1, 2, 0, 0), (2, 5, 1, 16)), "w_scales": Box((1, 2, 0), (2, 5, 1))},
         id="gpt-oss",
     ),
     pytest.param(
-        nvfp4(DRAWN, (4, 64), True),
+        lambda draw: nvfp4(draw, (4, 64), True),
         Box((1, 15), (2, 17)),
         {
             "w.weight_packed": Box((1, 7), (2, 9)),
@@ -220,8 +220,9 @@ NEEDED = [
 ]
 
 
-@pytest.mark.parametrize(("sample", "box", "expected"), NEEDED)
-def test_what_a_box_needs(sample: Sample, box: Box, expected: dict[str, Box]) -> None:
+@pytest.mark.parametrize(("make", "box", "expected"), NEEDED)
+def test_what_a_box_needs(make: Callable[[np.random.Generator], Sample], box: Box, expected: dict[str, Box]) -> None:
+    sample = make(np.random.default_rng(7))
     assert stored_boxes(sample.weight, box, sample.kinds) == expected
     got = dequantized(sample.weight, box, sample.kinds, sample.reader())
     assert_equal(got, sample.whole[tuple(map(slice, box.start, box.stop))])
