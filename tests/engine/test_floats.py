@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from fractions import Fraction
@@ -42,6 +43,7 @@ def every(name: str) -> np.ndarray:
     return np.arange(1 << FORMS[name].width, dtype=unsigned(name))
 
 
+@functools.cache
 def around_boundaries(source: str) -> np.ndarray:
     """Elements of a wide type next to each number of a smaller one and half way between two, for both signs."""
     form, found = FORMS[source], set()
@@ -57,7 +59,9 @@ def around_boundaries(source: str) -> np.ndarray:
     special = {form.infinity + step for step in (-2, -1, 0, 1, 2, 1 << form.mantissa_bits - 1)}
     found |= special | {form.sign - 1, form.sign - 2, 0, 1, 2}
     found = {bits for bits in found if 0 <= bits < form.sign}
-    return np.array(sorted(found | {bits | form.sign for bits in found}), unsigned(source))
+    elements = np.array(sorted(found | {bits | form.sign for bits in found}), unsigned(source))
+    elements.setflags(write=False)  # they are the same for all targets
+    return elements
 
 
 def every_magnitude(form: Form) -> list[int]:

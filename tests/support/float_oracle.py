@@ -3,41 +3,43 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 TYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 
-class Form(NamedTuple):
+@dataclass(frozen=True)
+class Form:
     """The bits of a type. has_infinity: if not, only all ones are a NaN, and what is too large becomes the largest."""
 
     width: int
     exponent_bits: int
     has_infinity: bool = True
 
-    @property
+    @cached_property
     def mantissa_bits(self) -> int:
         return self.width - 1 - self.exponent_bits
 
-    @property
+    @cached_property
     def bias(self) -> int:
         return (1 << self.exponent_bits - 1) - 1
 
-    @property
+    @cached_property
     def sign(self) -> int:
         return 1 << self.width - 1
 
-    @property
+    @cached_property
     def infinity(self) -> int:
         return (1 << self.exponent_bits) - 1 << self.mantissa_bits
 
-    @property
+    @cached_property
     def first_nan(self) -> int:
         return self.infinity + 1 if self.has_infinity else self.sign - 1
 
-    @property
+    @cached_property
     def largest(self) -> int:
         """The largest finite magnitude."""
         return self.infinity - 1 if self.has_infinity else self.sign - 2
