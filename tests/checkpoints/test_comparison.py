@@ -70,6 +70,7 @@ def test_copies_that_agree(c: Conversion, tmp_path: Path) -> None:
     assert "2 were complete already" in c.done("transform", "--resume", *CHECK).out
 
 
+@pytest.mark.slow
 def test_functions(c: Conversion, tmp_path: Path) -> None:
     differing(c)
     paths = (c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)

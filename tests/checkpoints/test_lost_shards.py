@@ -147,6 +147,7 @@ def test_ranks_of_one_mpi_run_take_the_same_and_tell_it_once(tmp_path: Path, mpi
     assert [target["read_ranks"] for target in committed["targets"]] == [[1, 2]] * 4 + [[2, 3]] * 4
 
 
+@pytest.mark.slow
 @of_every_kind
 def test_functions_warn_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
     c = make(tmp_path, kind)

@@ -143,6 +143,7 @@ def test_a_strategy_that_is_given_goes_before(made: Path, tmp_path: Path) -> Non
         reshard_mpi.transform(made, tmp_path / "one", tmp_path / "wrong.toml", to="safetensors")
 
 
+@pytest.mark.slow
 def test_shards_of_an_earlier_run_in_their_place_are_not_what_it_records(made: Path, tmp_path: Path) -> None:
     """Copied with their times; of the same size, and cut otherwise."""
     (tmp_path / "columns.toml").write_text(SPEC.replace("0 = ", "1 = "))

@@ -704,6 +704,7 @@ def test_a_place_that_no_target_can_take(c: Conversion, options: tuple[str, ...]
     assert "rank_1" in c.refused("transform", *options) and listing(c.dst) == {"rank_1": b"a file"}
 
 
+@pytest.mark.slow
 def test_a_target_that_holds_another_run(c: Conversion, tmp_path: Path) -> None:
     c.done("transform", "--rank", "0")
     before = listing(tmp_path)

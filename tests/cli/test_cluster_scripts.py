@@ -227,6 +227,7 @@ def test_the_ranks_that_files_are_packed_for_are_passed_on(tmp_path: Path) -> No
     assert options_of(words_of(tmp_path, script)) == options_of([*given, "--jobs=1", "--resume", "--part", "0/6"])
 
 
+@pytest.mark.slow
 def test_the_ranks_that_share_out_experts_are_passed_on(tmp_path: Path) -> None:
     megatron_peer.write(tmp_path / "save", megatron_peer.gpt(experts=4), megatron_peer.Form("fully_reshardable"))
     given = ("transform", str(tmp_path / "save"), str(tmp_path / "out"), "--to=megatron", "--ep=2")
@@ -314,6 +315,7 @@ def test_time(sizes: list[int], time: str) -> None:
 # As it runs
 
 
+@pytest.mark.slow
 def test_part_i_of_as_many_parts_as_targets_is_target_rank_i(tmp_path: Path) -> None:
     """However much each of them holds: the last stage's targets are the largest."""
     c = staged(tmp_path)

@@ -59,6 +59,7 @@ def test_a_part_is_the_whole_with_zeros_elsewhere(cut: tuple[np.ndarray, list[Bo
         assert sum_of_part(whole, part) == zlib.crc32(alone.tobytes())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", few(1, [1, 11, 12, 13, 47, 48, 49, 500]))
 def test_columns_of_any_width(columns: int) -> None:
     whole = np.random.default_rng(columns).integers(0, 256, (301, 1000), np.uint8)

@@ -58,6 +58,7 @@ def test_a_target_with_no_element_is_a_file_of_the_checkpoint(tmp_path: Path) ->
     assert "__3_0.distcp" in refused("verify", out, code=4)
 
 
+@pytest.mark.slow
 def test_what_is_written_is_read_by_others(tmp_path: Path) -> None:
     c = conversion(tmp_path)
     c.done("transform", "--verify")

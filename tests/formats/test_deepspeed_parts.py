@@ -330,6 +330,7 @@ def test_what_layers_share_must_be_told_apart(tmp_path: Path, edit: Callable[[An
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_buffers_and_values_of_modules_go_to_their_layers(tmp_path: Path) -> None:
     def add(root: Any) -> None:
         root["model"] |= {

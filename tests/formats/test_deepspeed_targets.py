@@ -328,6 +328,7 @@ def test_a_group_without_parameters_is_refused(tmp_path: Path) -> None:
         reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "out", to="deepspeed", dp=2, zero_stage=2)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_and_names_its_folder_last(tmp_path: Path) -> None:
     source, asked = source_of(tmp_path), {"to": "deepspeed", "dp": 3, "zero_stage": 3}
     reshard_mpi.transform(source, tmp_path / "out", rank=[0, 4], **asked)

@@ -152,6 +152,7 @@ def test_another_size_makes_another_run(tmp_path: Path) -> None:
     assert "no --max-shard-size" not in said and "None" not in said
 
 
+@pytest.mark.slow
 def test_files_of_an_earlier_run_are_removed(tmp_path: Path) -> None:
     """With another size files have other names, and some loaders would take the old ones for a part."""
     there, _ = written(tmp_path, "--max-shard-size", "140")

@@ -70,6 +70,7 @@ def test_what_is_said_of_the_training_is_a_nest() -> None:
     assert nest == {"dict": [["common", {"dict": [list(item) for item in common.items()]}]]}
 
 
+@pytest.mark.slow
 def test_it_is_cut_over_ranks(tmp_path: Path) -> None:
     """Without --to the targets are MindSpore's safetensors shards."""
     strategy = tmp_path / "two.toml"

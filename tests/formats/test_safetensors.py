@@ -179,6 +179,7 @@ def test_what_mindspore_cannot_check_is_refused(tmp_path: Path) -> None:
             safetensors.size_at_most_bytes(spec, crc=True)
 
 
+@pytest.mark.slow
 def test_a_string_that_would_not_be_read_back_is_refused(path: Path) -> None:
     longest = "\U0001f701" * (MAX_STRING_BYTES // 4 - 1)
     write(path, ShardContents.of([], {"note": longest}))

@@ -52,6 +52,7 @@ class TestSaved(FolderConformance):
         return {"row.weight": counted(8, 4), "col.weight": counted(4, 8), "norm": norm}
 
 
+@pytest.mark.slow
 def test_it_is_told_and_shown(tmp_path: Path) -> None:
     """Without --to it becomes a folder of Hugging Face's, as torch makes it, or cut safetensors shards of ranks."""
     done("transform", SHARDED, tmp_path / "out", "--from", "dcp-safetensors", "--src-files", "2", "--jobs", "1")

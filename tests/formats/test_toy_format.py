@@ -124,6 +124,7 @@ def registered_with_two_index_files(monkeypatch: pytest.MonkeyPatch) -> Iterator
     formats.unregister("toys")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("registered_with_two_index_files")
 def test_an_index_of_two_files(c: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
     toys = c.but(dst=c.folder / "toys", options=("--prefix", ""))

@@ -639,6 +639,7 @@ def test_of_tasks_that_end_at_one_moment_one_commits(tmp_path: Path, turn: int) 
 EVENTS = ("open", "os.remove", "os.rename", "os.link", "os.mkdir", "fcntl.flock")
 
 
+@pytest.mark.slow
 def test_a_run_that_has_failed_at_what_another_has_made(c: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes last commits, whatever it has made itself: the other could not, since targets were missing."""
     write_target = Writer._write_target

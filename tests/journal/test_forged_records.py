@@ -235,6 +235,7 @@ def test_every_command_with_every_value(c: Conversion, name: str, kind: str) -> 
 # How large
 
 
+@pytest.mark.slow
 def test_a_record_without_end_is_not_read(c: Conversion) -> None:
     """4 GiB that take no room on the disk: every command says so, or does without, in little memory."""
     for name in RECORDS:

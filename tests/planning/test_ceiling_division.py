@@ -289,6 +289,7 @@ Stages = st.integers(0, 2)
 Cuts = st.permutations(["", "a", "b", "a b", "b a"])
 
 
+@pytest.mark.slow
 @many(20)
 @given(
     st.lists(st.tuples(st.integers(0, 11), st.integers(1, 11)), min_size=3, max_size=3),

@@ -699,6 +699,7 @@ def test_more_ranks_than_there_are(tmp_path: Path) -> None:
 # --unlisted drop
 
 
+@pytest.mark.slow
 def test_state_that_only_the_rule_for_all_catches_is_dropped(tmp_path: Path) -> None:
     """Weights alone, by a spec that ends in a rule for all."""
     whole = tensors()
@@ -721,6 +722,7 @@ def test_state_that_only_the_rule_for_all_catches_is_dropped(tmp_path: Path) -> 
 # What a sample costs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "stages"),
     few(1, one_at_a_time([(64, 32, 8), (16384,), (2048, 8), (3, 5, 7), (16383,)], [64, 4, 1])),

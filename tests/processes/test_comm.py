@@ -98,6 +98,7 @@ def test_parts_under_a_launcher_that_does_not_match(c: Conversion, mpi: MPI, oth
     assert len(list(c.dst.glob("rank_*/*"))) == 2
 
 
+@pytest.mark.slow
 def test_a_launcher_without_mpi4py(c: Conversion, tmp_path: Path) -> None:
     (tmp_path / "without").mkdir()
     (tmp_path / "without" / "mpi4py.py").write_text("raise ImportError('No module named mpi4py')")

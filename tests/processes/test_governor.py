@@ -508,6 +508,7 @@ def test_callers_of_the_functions_hear_of_waiting(
 # What a person sees
 
 
+@pytest.mark.slow
 def test_governor_shows_leases_and_the_line(state: Path) -> None:
     a = Holder(state, 64 * MIB, memory="100M").expect("holds")
     b = Holder(state, 32 * MIB, memory="100M").expect("holds")

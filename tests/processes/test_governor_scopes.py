@@ -198,6 +198,7 @@ def test_limit_of_a_slurm_job(environment: dict[str, str], limit_mib: int | None
     assert slurm_job({**environment, "SLURM_JOB_ID": ""}) is None
 
 
+@pytest.mark.slow
 def test_use_of_a_slurm_job() -> None:
     """All processes of the job count on this node; those of others, and of its other nodes, do not."""
     environment = {"SLURM_JOB_ID": str((1 << 40) + os.getpid()), "SLURMD_NODENAME": "a", "SLURM_MEM_PER_NODE": "100000"}

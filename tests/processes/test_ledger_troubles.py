@@ -119,6 +119,7 @@ class Patient(NoNotices):
         raise AssertionError
 
 
+@pytest.mark.slow
 def test_who_waits_says_for_whom(state: Path) -> None:
     with ended(first := Holder(state, LEASE, memory="64M").expect("holds")), continued(first):
         stop(first)

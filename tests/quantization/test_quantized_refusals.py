@@ -145,6 +145,7 @@ def test_types_of_eight_bits_are_none_for_quantized_weights(source: Path, tmp_pa
         reshard_mpi.transform(source, tmp_path / "out", dtype="fp8_e5m2")
 
 
+@pytest.mark.slow
 def test_dequantizing_says_what_becomes_of_the_configuration(source: Path, tmp_path: Path) -> None:
     finished = run_here("transform", source, tmp_path / "out", "--to", "hf", "--dtype", "bf16")
     assert finished.code == 0 and "take quantization_config out of" in finished.err

@@ -84,6 +84,7 @@ def test_targets_that_cut_them_get_rows_of_what_is_joined(
     done("verify", c.dst, "--jobs", "1")
 
 
+@pytest.mark.slow
 def test_replicas_of_the_target_get_the_mean_each_or_one_the_sum(tmp_path: Path) -> None:
     c = accumulating(tmp_path).but(dst_strategy=replicated(tmp_path, 3))
     c.done("transform", *MEAN)
@@ -506,6 +507,7 @@ def test_other_copies_are_still_held_against_each_other(tmp_path: Path) -> None:
     assert "'w'" in c.refused("transform", *MEAN, "--replicas", "check")
 
 
+@pytest.mark.slow
 def test_mean_twice_is_mean_once(tmp_path: Path) -> None:
     """Of seven equal numbers, added and divided, some would be others: (7 x) / 7 is not always x in float32."""
     random = np.random.default_rng(5)

@@ -114,6 +114,7 @@ def test_targets_that_were_made_from_two_states_of_a_file_are_not_committed(c: C
     c.done("transform", "--overwrite")
 
 
+@pytest.mark.slow
 def test_a_large_record_is_left_to_the_commit(c: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
     c.remove(0, 1)
     monkeypatch.setattr(commit, "_MOST_READ_EARLY_BYTES", 10)

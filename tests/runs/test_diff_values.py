@@ -188,6 +188,7 @@ def test_what_passes_is_what_numpy_calls_close(tmp_path: Path, kind: str) -> Non
     assert 0 < one.distance.outside < one.distance.differing
 
 
+@pytest.mark.slow
 def test_large_tensors_in_many_blocks(tmp_path: Path) -> None:
     """More than a buffer and a part of one, with sums of which a plain addition would lose most digits."""
     size = 700_001

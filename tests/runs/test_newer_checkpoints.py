@@ -82,6 +82,7 @@ def test_the_run_may_begin_again_with_the_newer_one(c: Conversion) -> None:
     assert {Path(source["file"]).name for source in sources} == {NEW}
 
 
+@pytest.mark.slow
 def test_what_chooses_the_same_is_the_same_run(c: Conversion) -> None:
     for number, options in enumerate(([], ["--select", "*_100.ckpt"], ["--select", OLD], ["--select", "*"])):
         c.done("transform", "--rank", str(number), *options)

@@ -121,6 +121,7 @@ def taken_bytes(*roots: Path) -> int:
     return sum(512 * path.lstat().st_blocks for path in paths)
 
 
+@pytest.mark.slow
 @of_every_kind
 @pytest.mark.parametrize("options", [(), pytest.param(("--verify",), marks=pytest.mark.slow)])
 def test_a_run_takes_what_it_asks_for(

@@ -401,6 +401,7 @@ def test_a_run_that_is_stopped(tmp_path: Path, name: str) -> None:
     assert_right(c)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_while_strategies_are_read(tmp_path: Path) -> None:
     c = four_targets(tmp_path)
     (tmp_path / "stand_in").mkdir()

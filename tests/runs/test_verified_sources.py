@@ -303,6 +303,7 @@ def test_a_run_that_is_not_complete_is_not_sound(tmp_path: Path, form: str) -> N
     done("verify", c.dst)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", few(1, ["ckpt", "hdf5", "safetensors", "torch"]))
 def test_shards_of_two_runs_are_not_sound(tmp_path: Path, form: str) -> None:
     c = make(tmp_path).but(dst=tmp_path / "made")

@@ -441,6 +441,7 @@ def test_pair_with_texts(tmp_path: Path, kind: str) -> None:
     assert finished.code == 4 and "rank 1: the texts of a shard are not what was written" in finished.err
 
 
+@pytest.mark.slow
 def test_pair_whose_source_does_not_fit_its_checksum(tmp_path: Path) -> None:
     """The target was made from what others hold, or before the damage: it is the source that is told of."""
     c = of_four_alike(tmp_path)
@@ -512,6 +513,7 @@ def pair_is_told_once(c: Conversion, *options: str, mpi: MPI | None = None) -> N
     assert "target rank 3: 'moments.w' differs from its source at element [6, 2]" in finished.err
 
 
+@pytest.mark.slow
 def test_pair_whose_target_describes_itself(tmp_path: Path) -> None:
     c = make(tmp_path).but(kind="hdf5")
     c.done("transform", "--to", "hdf5")

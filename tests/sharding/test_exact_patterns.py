@@ -30,6 +30,7 @@ def test_patterns_of_names(names: list[str], patterns: list[str]) -> None:
     assert exact_patterns(names) == patterns
 
 
+@pytest.mark.slow
 def test_layers_and_experts_take_a_handful_of_patterns() -> None:
     names = [f"layers.{layer}.experts.{expert}.w" for layer in range(3, 61) for expert in range(256)]
     assert len(exact_patterns(names)) == 15
