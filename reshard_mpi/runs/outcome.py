@@ -38,7 +38,7 @@ class TargetReport(NamedTuple):
     requested_bytes: int = 0  # read from source files
     store_copied_bytes: int = 0  # of the target, copied by an object store from its sources, and neither read nor sent
     mapped_bytes: int = 0  # mapped of them
-    seconds: float = 0.0  # for all that was done for it
+    seconds: float = 0.0  # for all that was done for it, and for targets that were written side by side with it
     # of these, for moving bytes; waited_seconds: for waiting for memory; each the longest of any process
     engine_seconds: float = 0.0
     waited_seconds: float = 0.0

@@ -170,7 +170,7 @@ class Writer:
                 sums = self.verify(plan, manifest, descriptor, None, plan.written_bytes)
             self.seal(publication, manifest, sums)
             filled = filled._replace(store_copied_bytes=publication.store_copied_bytes)
-        return self.finished(plan, begin, waited_seconds, [filled])
+        return self.finished(plan, begin, waited_seconds, [filled], together)
 
     def fill_span(self, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span) -> ShareReport:
         """Fill a span of a file that other processes fill too."""
@@ -268,8 +268,21 @@ class Writer:
     def attempt(self, rank: int, do: Callable[[int], T]) -> T | Outcome:
         return attempt(partial(do, rank), self._comm, rank, self._run.path(rank))
 
-    def finished(self, plan: RankPlan, begin: float, waited_seconds: float, filled: Sequence[ShareReport]) -> Outcome:
-        """Return the outcome of a target that is complete now. begin: a monotonic time. filled: its parts."""
+    def finished(
+        self,
+        plan: RankPlan,
+        begin: float,
+        waited_seconds: float,
+        filled: Sequence[ShareReport],
+        together: Sequence[int] = (),
+    ) -> Outcome:
+        """Return the outcome of a target that is complete now.
+
+        Args:
+            begin: a monotonic time.
+            filled: its parts.
+            together: as for `plan`.
+        """
         rank = plan.target_rank
         report = TargetReport(
             rank=rank,
@@ -283,7 +296,7 @@ class Writer:
             seconds=time.monotonic() - begin,
             engine_seconds=max(part.seconds for part in filled),
             waited_seconds=waited_seconds + max(part.waited_seconds for part in filled),
-            leased_bytes=self._plans.peak_bytes[rank],
+            leased_bytes=self._plans.peak_bytes_of(together or (rank,)),
             process=self._comm.rank,
             processes=len(filled),
             overflows=joined(overflow for part in filled for overflow in part.overflows),

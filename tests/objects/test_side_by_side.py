@@ -93,12 +93,20 @@ def test_so_many_at_a_time(local: LocalObjects, monkeypatch: pytest.MonkeyPatch,
     assert shards(local.folder / "dst") == shards(local.folder / "local")
 
 
-def test_as_many_as_memory_allows(local: LocalObjects, tmp_path: Path) -> None:
+def test_as_many_as_memory_allows(local: LocalObjects, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The memory of all is reserved at once; with room for one of them they follow one another."""
-    report = tmp_path / "report.json"
-    done("transform", *words(local, "--report", str(report)))
-    local.forget()
-    (one, *_) = json.loads(report.read_text())["targets"]
-    done("transform", *words(local, "--overwrite", "--memory", str(one["leased_bytes"] + MIB)))
+
+    def leased(*options: str) -> set[int]:
+        local.forget()
+        report = tmp_path / "report.json"
+        done("transform", *words(local, "--overwrite", "--report", str(report), *options))
+        return {target["leased_bytes"] for target in json.loads(report.read_text())["targets"]}
+
+    (all_bytes,) = leased()
+    with monkeypatch.context() as patch:
+        patch.setattr(target_plans, "_MOST_SIDE_BY_SIDE", 1)
+        (one_bytes,) = leased()
+    assert one_bytes + 3 * 2 * MIB < all_bytes < one_bytes + 32 * MIB
+    assert leased("--memory", str(one_bytes + MIB)) == {one_bytes}
     assert local.read_bytes >= 3.9 * 16 * MIB
     assert shards(local.folder / "dst") == shards(local.folder / "local")
