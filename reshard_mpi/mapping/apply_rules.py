@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import FLOATS, DType
 from reshard_mpi.mapping.box_pairs import TargetShape, TermTensor
-from reshard_mpi.mapping.direction import Direction, Inventory, shown, told_direction
+from reshard_mpi.mapping.direction import Direction, Inventory, UnfitMapError, shown, told_direction
 from reshard_mpi.mapping.matching import Match, matches, usual_notes, whole_pair
 from reshard_mpi.mapping.numbered_state import STATE
 from reshard_mpi.mapping.optimizer_state import followed
@@ -321,7 +321,7 @@ def _does_nothing(
 ) -> MapError:
     as_like = "" if like is None else f" that become what is in {like.path}"
     side = "left" if direction is None else direction.source_side
-    return MapError(
+    return UnfitMapError(
         "the map does nothing: none of its entries applies",
         expected=f"tensors of its {side} sides{as_like}",
         got=shown(inventory),

@@ -25,6 +25,7 @@ from reshard_mpi.mapping.direction import (
     Inventory,
     Key,
     TemplateShapes,
+    UnfitMapError,
     candidates_of,
     filled,
     filled_in_part,
@@ -197,7 +198,7 @@ def _misfit(rule: EquationRule, source: Sequence[Term], name: str, inventory: In
 
 
 def _applies_nowhere(rule: EquationRule, source: Sequence[Term], as_like: str, inventory: Inventory) -> MapError:
-    return MapError(
+    return UnfitMapError(
         "an equation applies nowhere",
         expected=f"tensors {', '.join(map(shown_term, source))}{as_like}",
         got=what_is_missing(source, rule, inventory),

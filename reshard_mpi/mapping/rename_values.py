@@ -111,12 +111,9 @@ def renamed(
         _rename_listed(root, new_names_of(step))
         _remove_emptied(root, "", names, [f"{each.path}{STATE_KEY}." for each, _ in known])
     paths = [path for path, _ in dictionaries_in(root)]
-    for (own, of_source), begin, new_begin in zip(known, begins, going):
-        were_at_root = begin is None and of_source.form is not Form.NUMBERS
-        are_at_root = (
-            were_at_root and home_of(of_source.parameters, paths_before) == "" and {*own.parameters} <= {*tensors}
-        )
-        home = new_begin or ("" if are_at_root else None)
+    for (own, of_source), new_begin in zip(known, going):
+        go_below = of_source.form is not Form.NUMBERS and home_of(of_source.parameters, paths_before) == ""
+        home = new_begin or ("" if go_below and {*own.parameters} <= {*tensors} else None)
         if home is not None and home_of([f"{home}{name}" for name in own.parameters], paths) != home:
             raise MapError(
                 "names in an optimizer go by the dictionary of its model, and would be those of no dictionary",

@@ -13,6 +13,7 @@ from support.checkpoints import sample
 from support.examples import few
 
 import reshard_mpi
+from reshard_mpi.errors import MapError
 
 _keys = count()
 
@@ -242,3 +243,18 @@ def test_several_maps_nest_as_one_after_another(tmp_path: Path, equations: list[
         plain(torch_peer.load(folder / "rank_0/checkpoint_0.pt")) for folder in (tmp_path / "chain", source)
     )
     assert chain == steps
+
+
+@pytest.mark.parametrize("key", ["model", "net"])
+def test_names_taken_out_of_a_dictionary_are_not_put_back_into_it(tmp_path: Path, key: str) -> None:
+    """State follows both maps as the model does, so it would have a key before its names that it did not have."""
+    optimizer = {"state": {"w": {"exp_avg": 3.0}, "b": {"exp_avg": 4.0}}, "param_groups": [{"params": ["w", "b"]}]}
+    torch_peer.save(tmp_path / "x.pt", filled({key: {"w": 1.0, "b": 2.0}, "optim": optimizer}))
+    equations = [f"{key}.{{p*}} <=> {{p*}}", f"{{p*}} <=> {key}.{{p*}}"]
+    how: dict[str, Any] = {"to": "torch", "forward": True}
+    with pytest.raises(MapError, match="would be those of no dictionary"):
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map=equations, **how)
+    equations[1] = "{p*} <=> new.{p*}"
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map=equations, **how)
+    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")  # at the root
+    assert {"new.w", "new.b"} < loaded.keys() and loaded["optim"]["param_groups"][0]["params"] == ["new.w", "new.b"]
