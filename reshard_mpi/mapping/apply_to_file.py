@@ -20,7 +20,10 @@ from reshard_mpi.mapping.carry_values import carried_into
 from reshard_mpi.mapping.chain import chained, composed, parameters_of, steps_of
 from reshard_mpi.mapping.check_optimizers import (
     MadeTensors,
+    NestedTensors,
+    home_of,
     owners_by_names,
+    require_homes,
     require_no_part_left_out,
     require_own_state,
 )
@@ -35,7 +38,7 @@ from reshard_mpi.mapping.optimizers import (
     settings_of_all,
     unread_in,
 )
-from reshard_mpi.mapping.rename_values import home_of, renamed, without_emptied, without_left_out
+from reshard_mpi.mapping.rename_values import renamed, without_emptied, without_left_out
 from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
 from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.mapping.selection import Selection, TargetTemplate, is_chosen
@@ -211,7 +214,8 @@ def _mapped(
         return MappedFile(in_files, all_made, nest, (*notes, *unknown), new.warnings)
     if source.nest is None:
         return MappedFile(in_files, all_made, None)
-    nest = without_emptied(source.nest, training, inventory, frozenset[str]().union(*sources_of.values()))
+    used = frozenset[str]().union(*sources_of.values())
+    nest = without_emptied(source.nest, training, inventory, used)
     between = [composed(in_files[:number]) for number in range(1, len(in_files))]
     in_target_of = [in_target] * len(between)
     if is_below:
@@ -225,6 +229,8 @@ def _mapped(
         if home != begin:  # another thing may have the place, or several maps move what is in the dictionary, too
             return _mapped(rules, choice, inventory, source, training, forward, like, is_below=is_below, home=home)
     require_own_state(new.known, inventory, target, source.path)
+    nested = NestedTensors.of(inventory, parsed(source.nest).root), NestedTensors.of(tensors, parsed(new.text).root)
+    require_homes(new.known, *nested, used, source.path)
     begins = tuple(f"{each.path}state." for each, _ in new.known if each.form is not Form.FLAT)
     if training.optimizer is not None or any(derived.name.startswith(begins) for derived in all_made):
         # Its own load_state_dict takes the states of a group by their places, whatever their names.

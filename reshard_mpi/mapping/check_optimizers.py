@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -101,6 +102,63 @@ def _require_one_model(own: Optimizer, made: Mapping[str, DerivedTensor], where:
             where=where,
             remedy="write equations for all of the model, or leave the optimizer out (--exclude)",
         )
+
+
+class NestedTensors(NamedTuple):
+    """The tensors of a file by name, and what their names begin with in its dictionaries."""
+
+    names: Collection[str]
+    paths: Collection[str]
+
+    @classmethod
+    def of(cls, names: Iterable[str], root: Any) -> NestedTensors:
+        return cls({*names}, [path for path, _ in dictionaries_in(root)])
+
+    def homes_of(self, parameters: Collection[str]) -> list[str]:
+        """Return the dictionaries that have all of an optimizer's parameters, below the names that it has for them.
+
+        Those of the root are whole names, of tensors that do not lie together in an inner dictionary.
+        """
+        one = next(iter(parameters), "")
+        begins = (path for path in self.paths if f"{path}{one}" in self.names)
+        homes = [begin for begin in begins if all(f"{begin}{name}" in self.names for name in parameters)]
+        return [home for home in homes if home or home_of(parameters, self.paths) == ""]
+
+
+def home_of(names: Collection[str], paths: Iterable[str]) -> str:
+    """Return what names begin with in the innermost dictionary that has all of some tensors."""
+    return max((path for path in paths if all(name.startswith(path) for name in names)), key=len, default="")
+
+
+def require_homes(
+    pairs: Iterable[tuple[Optimizer, Optimizer]],
+    source: NestedTensors,
+    target: NestedTensors,
+    used: Collection[str],
+    where: str,
+) -> None:
+    """Raise MapError if names in a target's optimizers are those of no dictionary, and of one they were in the source.
+
+    Optimizers with equal names have a dictionary each. An optimizer all of whose tensors are left out keeps its names.
+
+    Args:
+        pairs: as of `require_own_state`.
+        used: the names of the source's tensors that go into the target.
+    """
+    homes_by_names: dict[frozenset[str], list[list[str]]] = {}
+    for own, of_source in pairs:
+        tensors = [name for name in source.names if name.startswith(of_source.path)]
+        if not tensors or any(name in used for name in tensors):
+            homes_by_names.setdefault(frozenset(own.parameters), []).append(source.homes_of(of_source.parameters))
+    for names, homes in homes_by_names.items():
+        if len(target.homes_of(names)) < min(len(homes), len({*chain.from_iterable(homes)})):
+            raise MapError(
+                "names in an optimizer go by the dictionary of its model, and would be those of no dictionary",
+                expected="a key for each model that nothing else in the file has, or the same equations for all models",
+                got=shortened(sorted(names)),
+                where=where,
+                remedy="give the model another key, or leave the optimizer out (--exclude)",
+            )
 
 
 def owners_by_names(optimizers: Iterable[Optimizer], tensors: Collection[str]) -> dict[str, str]:

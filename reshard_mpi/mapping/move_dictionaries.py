@@ -98,7 +98,7 @@ def _moves(
     for key, value in pairs_of(node):
         begin = f"{path}{key}."
         own = names_below(names, begin)
-        if not own or begin.startswith(apart):
+        if not own or begin.startswith(apart) or not isinstance(value, dict | list):
             continue
         begins = _new_begins(begin, own) if key in entries else frozenset()
         if begins and not any(each.startswith(begin) for each in whole):

@@ -142,8 +142,10 @@ def training_in(nest: str | None, inventory: Inventory, alias: Mapping[str, str]
     for is_wrapped in (False, True) if are_named else (False,):
         exact = [*by_path]
         for path, own in sorted(models.items(), key=lambda model: -len(model[0])):
-            parameters, problem = _parameters(optimizer, path, own, shapes, no_parameters, is_wrapped=is_wrapped)
-            if parameters and not (exact and _is_part(parameters, path, own)):
+            inner = tuple(other for other in paths if other != path and other.startswith(path)) if is_wrapped else None
+            parameters, problem = _parameters(optimizer, path, own, shapes, no_parameters, inner)
+            beside = [name for name in own if not name.startswith(inner or ())]
+            if parameters and not (exact and _is_part(parameters, path, beside)):
                 by_path.setdefault(parameters, path)
             elif not is_wrapped:
                 problems.append(f"{path.removesuffix('.') or 'the file'}: {problem}")
@@ -350,14 +352,14 @@ def _parameters(
     own: Sequence[str],
     shapes: TemplateShapes,
     no_parameters: Container[str],
-    *,
-    is_wrapped: bool,
+    inner: tuple[str, ...] | None,
 ) -> tuple[tuple[str, ...], str]:
     """Return the names of the parameters in the order of their numbers, or none and an error text.
 
     Args:
         no_parameters: tensors that are others once more, or have a type that torch does not train.
-        is_wrapped: the optimizer's names and those of the model may begin otherwise, as behind a wrapper.
+        inner: paths of dictionaries in the model's, which are looked at by themselves, if the optimizer's names and
+            those of the model may begin otherwise, as behind a wrapper; None if they may not.
     """
     numbers = [number for group in optimizer.groups for number in group.numbers]
     named = [group.names for group in optimizer.groups]
@@ -365,7 +367,7 @@ def _parameters(
         return (), "a number is in several groups"
     if all(names is not None for names in named):
         told = [name for names in named for name in names or ()]
-        begin, ends = _behind_wrapper(path, told, own) if is_wrapped else (path, told)
+        begin, ends = (path, told) if inner is None else _behind_wrapper(path, told, own, inner)
         parameters = [f"{begin}{name}" for name in ends]
         absent = [name for name in parameters if name not in shapes]
         if absent:
@@ -390,14 +392,16 @@ def _parameters(
     return tuple(parameters), ""
 
 
-def _behind_wrapper(path: str, names: Sequence[str], own: Sequence[str]) -> tuple[str, Sequence[str]]:
+def _behind_wrapper(
+    path: str, names: Sequence[str], own: Sequence[str], inner: tuple[str, ...]
+) -> tuple[str, Sequence[str]]:
     """Return what names of a model begin with, and how an optimizer's go on: `module.` is before either, or neither.
 
     Another first part of the optimizer's names may be that of another model.
 
     Args:
         path: what is before all of the model's; they are looked for with no more if nothing else fits them.
-        own: the names of the model.
+        own: the names of the model; inner: what names begin with in dictionaries that its own has.
     """
     parted = [name.partition(".") for name in names]
     ends_of_names = [names]
@@ -407,7 +411,9 @@ def _behind_wrapper(path: str, names: Sequence[str], own: Sequence[str]) -> tupl
     for ends in ends_of_names if names else ():
         begins = {name.removesuffix(ends[0]) for name in own if f".{name}".endswith(f".{ends[0]}")}
         fitting = [
-            begin for begin in begins if begin.startswith(path) and all(f"{begin}{end}" in known for end in ends)
+            begin
+            for begin in begins
+            if begin.startswith(path) and not begin.startswith(inner) and all(f"{begin}{end}" in known for end in ends)
         ]
         if len(fitting) == 1:
             return fitting[0], ends

@@ -77,7 +77,6 @@ def renamed(
     Raises MapError if parameters are put together that an optimizer treats differently.
     """
     root, order = parsed(nest)
-    paths_before = [path for path, _ in dictionaries_in(root)]
     unknown, known = [], []
     optimizers = optimizers_of(root, training)
     for node, optimizer in optimizers:
@@ -110,24 +109,7 @@ def renamed(
         _rename_modules(root, names)
         _rename_listed(root, new_names_of(step))
         _remove_emptied(root, "", names, [f"{each.path}{STATE_KEY}." for each, _ in known])
-    paths = [path for path, _ in dictionaries_in(root)]
-    for (own, of_source), new_begin in zip(known, going):
-        go_below = of_source.form is not Form.NUMBERS and home_of(of_source.parameters, paths_before) == ""
-        home = new_begin or ("" if go_below and {*own.parameters} <= {*tensors} else None)
-        if home is not None and home_of([f"{home}{name}" for name in own.parameters], paths) != home:
-            raise MapError(
-                "names in an optimizer go by the dictionary of its model, and would be those of no dictionary",
-                expected="a key for the model that nothing else in the file has",
-                got=shortened([*own.parameters]),
-                where=where,
-                remedy="give the model another key, or leave the optimizer out (--exclude)",
-            )
     return NewNest(written(root, None if order is None else tensors), unknown, known, [*left_behind])
-
-
-def home_of(names: Collection[str], paths: Iterable[str]) -> str:
-    """Return what names begin with in the innermost dictionary that has all of some tensors."""
-    return max((path for path in paths if all(name.startswith(path) for name in names)), key=len, default="")
 
 
 def _new_begin(

@@ -258,3 +258,49 @@ def test_names_taken_out_of_a_dictionary_are_not_put_back_into_it(tmp_path: Path
     reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map=equations, **how)
     loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")  # at the root
     assert {"new.w", "new.b"} < loaded.keys() and loaded["optim"]["param_groups"][0]["params"] == ["new.w", "new.b"]
+
+
+def test_a_dictionary_that_does_not_go_along_leaves_names_of_none(tmp_path: Path) -> None:
+    """The second map takes a buffer to another name, so that not all tensors keep what follows the key."""
+    optimizer = {"state": {"w": {"exp_avg": 3.0}}, "param_groups": [{"params": ["w"]}]}
+    torch_peer.save(tmp_path / "x.pt", filled({"model": {"w": 1.0, "b": 2.0}, "optim": optimizer}))
+    how: dict[str, Any] = {"to": "torch", "forward": True, "overwrite": True}
+    for second in ("net.b <=> net.c.b", "net.b <=> net.c"):
+        with pytest.raises(MapError, match="would be those of no dictionary"):
+            reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map=["model.{p*} <=> net.{p*}", second], **how)
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map="model.{p*} <=> net.{p*}", **how)
+    loaded = plain(torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt"))
+    assert loaded == {"net": {"w": 1.0, "b": 2.0}, "optim": plain(filled(optimizer))}
+
+
+@pytest.mark.parametrize("equation", ["w <=> v", "{p*} <=> net.{p*}"])
+def test_a_model_at_the_root_and_one_below_a_key_whose_optimizers_have_the_same_names(
+    tmp_path: Path, equation: str
+) -> None:
+    """Those of both are whole names of the model at the root, and one of them belongs to the other model."""
+    model = {"w": 1.0, "b": 2.0}
+    first, second = (
+        {
+            "state": {name: {"exp_avg": value * by} for name, value in model.items()},
+            "param_groups": [{"params": [*"wb"]}],
+        }
+        for by in (10.0, 20.0)
+    )
+    torch_peer.save(tmp_path / "x.pt", filled({**model, "critic": model, "optim": first, "critic_optim": second}))
+    with pytest.raises(MapError, match="would be those of no dictionary"):
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", forward=True, map=equation)
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "left", to="torch", exclude=["critic.*", "critic_optim.*"])
+    reshard_mpi.transform(tmp_path / "left", tmp_path / "dst", to="torch", forward=True, map="w <=> v")
+    assert plain(torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt"))["optim"]["param_groups"][0]["params"] == [
+        *"vb"
+    ]
+
+
+def test_a_value_that_is_called_as_tensors_begin_later_on_stays(tmp_path: Path) -> None:
+    maps = ["net.fc.{p*} <=> epoch.{p*}", "epoch.{p*} <=> net.fc.{p*}"]
+    torch_peer.save(tmp_path / "x.pt", filled({"net": {"fc.w": 1.0, "fc.b": 2.0}, "epoch": 3}))
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", map=maps, forward=True)
+    assert plain(torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")) == {
+        "net": {"fc.w": 1.0, "fc.b": 2.0},
+        "epoch": 3,
+    }

@@ -1164,7 +1164,12 @@ def test_names_lose_the_key_of_their_model_once(tmp_path: Path, head: str, is_fl
     new = {"model.embed": "model.first", head: head}
     equations = [f"model.{name} <=> {new[name]}" for name in names]
     equations += [f"optim.state.{name}.exp_avg <=> optim.state.{new[name]}.exp_avg" for name in names]
-    made = converted(tmp_path, saved, "".join(f"[[map]]\neq = '{each}'\n" for each in equations), forward=True)["optim"]
+    text = "".join(f"[[map]]\neq = '{each}'\n" for each in equations)
+    if head != "head":  # all lies in the dictionary `model`, whose names would be without that
+        with pytest.raises(MapError, match="would be those of no dictionary"):
+            converted(tmp_path, saved, text, forward=True)
+        return
+    made = converted(tmp_path, saved, text, forward=True)["optim"]
     if is_flat:
         assert {*made} == {f"{key}.{name}.{of}" for name in new.values() for key, of in KINDS_OF_FLAT}
     else:
@@ -1344,6 +1349,7 @@ WRAPPED = [
     ("", "module.", None, False),
     ("", "", "module.", False),
     ("module.", "module.", "", False),
+    ("", "module.", "", True),
     ("module.", "", "module.", True),
     ("module.", "", "", True),
     ("", "", "", True),
@@ -1370,6 +1376,18 @@ def test_names_of_parameters_may_begin_otherwise_than_those_of_the_model(
         options: dict[str, Any] = {} if of_copy is None else {"exclude": "ema.*"}
         made = converted(tmp_path, source, text, **options)["optimizer"]
         assert [*made["state"]] == [f"{of_model}{name}" for name in ("qk", "bias", "out.weight")]
+
+
+def test_a_copy_of_a_wrapped_model_at_the_root_is_another_one_with_the_names_of_its_optimizer(tmp_path: Path) -> None:
+    source = training({f"module.{name}": array for name, array in MODEL.items()}, ())
+    source |= {**source.pop("model"), "ema": {name: tensor(array * 2) for name, array in MODEL.items()}}
+    source["optimizer"] = training()["optimizer"]
+    source["optimizer"]["param_groups"][0]["param_names"] = [*PARAMETERS]
+    text = "[[map]]\neq = 'module.bias <=> module.other'\n"
+    with pytest.raises(MapError, match="whose optimizer state each number is cannot be told"):
+        converted(tmp_path, source, text)
+    made = converted(tmp_path, {key: value for key, value in source.items() if key != "ema"}, text)["optimizer"]
+    assert "module.other" in made["state"] and "bias" not in made["state"]
 
 
 @pytest.mark.parametrize(("key", "of_model"), few(1, [("critic", ""), ("model", "critic."), ("model", "")]))
