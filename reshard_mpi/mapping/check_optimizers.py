@@ -139,19 +139,26 @@ def require_homes(
 ) -> None:
     """Raise MapError if names in a target's optimizers are those of no dictionary, and of one they were in the source.
 
-    Optimizers with equal names have a dictionary each. An optimizer all of whose tensors are left out keeps its names.
+    Optimizers that share names have a dictionary each. An optimizer all of whose tensors are left out keeps its names.
 
     Args:
         pairs: as of `require_own_state`.
         used: the names of the source's tensors that go into the target.
     """
-    homes_by_names: dict[frozenset[str], list[list[str]]] = {}
+    groups: list[list[tuple[Optimizer, Optimizer]]] = []  # of optimizers that share names
     for own, of_source in pairs:
         tensors = [name for name in source.names if name.startswith(of_source.path)]
         if not tensors or any(name in used for name in tensors):
-            homes_by_names.setdefault(frozenset(own.parameters), []).append(source.homes_of(of_source.parameters))
-    for names, homes in homes_by_names.items():
-        if len(target.homes_of(names)) < min(len(homes), len({*chain.from_iterable(homes)})):
+            shared = [group for group in groups if any(own.parameters.keys() & each.parameters for each, _ in group)]
+            groups = [group for group in groups if group not in shared]
+            groups.append([*chain.from_iterable(shared), (own, of_source)])
+    for group in groups:
+        homes = [target.homes_of(own.parameters) for own, _ in group]
+        before = [source.homes_of(of_source.parameters) for _, of_source in group]
+        needed = min(len(group), len({*chain.from_iterable(before)}))
+        are_lost = any(had and not has for had, has in zip(before, homes))
+        if are_lost or len({*chain.from_iterable(homes)}) < needed:
+            names = {name for own, _ in group for name in own.parameters}
             raise MapError(
                 "names in an optimizer go by the dictionary of its model, and would be those of no dictionary",
                 expected="a key for each model that nothing else in the file has, or the same equations for all models",
@@ -263,6 +270,7 @@ def _fault(
 ) -> _Fault | None:
     """Return the first fault of a target's optimizer; None if there is none. left_out: names of source tensors."""
     owners: dict[str, set[str]] = {}  # of the source's state, the target's parameters that have it
+    parameters = frozenset(of_source.parameters)
     for name in (*own.owner_of, *own.unowned):
         states = [state for state in target.sources_of[name] if state in of_source.owner_of]
         for state in states:
@@ -272,6 +280,8 @@ def _fault(
         if name not in own.owner_of:
             if states:
                 return _Fault(f"state of {of_source.owner_of[states[0]]} would be of no parameter", name)
+            for parameter in sorted(parameters.intersection(target.sources_of[name])):
+                return _Fault(f"{parameter} would be among the state of its optimizer", name)
             continue
         owner = own.owner_of[name]
         origins = target.sources_of.get(owner)

@@ -273,9 +273,10 @@ def test_a_dictionary_that_does_not_go_along_leaves_names_of_none(tmp_path: Path
     assert loaded == {"net": {"w": 1.0, "b": 2.0}, "optim": plain(filled(optimizer))}
 
 
+@pytest.mark.parametrize("trained", ["wb", "w"])
 @pytest.mark.parametrize("equation", ["w <=> v", "{p*} <=> net.{p*}"])
 def test_a_model_at_the_root_and_one_below_a_key_whose_optimizers_have_the_same_names(
-    tmp_path: Path, equation: str
+    tmp_path: Path, equation: str, trained: str
 ) -> None:
     """Those of both are whole names of the model at the root, and one of them belongs to the other model."""
     model = {"w": 1.0, "b": 2.0}
