@@ -302,6 +302,11 @@ def _fault(
             return _Fault(f"state of {owner} would be arranged in another way than {owner}", name)
     made_of: dict[str, set[str]] = {}  # by parameter of the source: the target's
     for parameter in own.parameters:
+        tensor = target.made.get(parameter)
+        parts = frozenset() if tensor is None else {tensor.sources[place] for place in taken_of(tensor)}
+        if not parts <= parameters and not parts.isdisjoint(parameters):
+            problem = f"{parameter} would be made of parameters of an optimizer and of tensors that it does not train"
+            return _Fault(problem, min(parts - parameters), "leave the optimizer out (--exclude)")
         for source in target.sources_of.get(parameter, ()):
             made_of.setdefault(source, set()).add(parameter)
     for state, having in owners.items():

@@ -305,3 +305,24 @@ def test_a_value_that_is_called_as_tensors_begin_later_on_stays(tmp_path: Path) 
         "net": {"fc.w": 1.0, "fc.b": 2.0},
         "epoch": 3,
     }
+
+
+@pytest.mark.parametrize("names", [["w"], ["w", "b"]])
+def test_parameters_are_not_put_together_with_what_an_optimizer_does_not_train(
+    tmp_path: Path, names: list[str]
+) -> None:
+    """With state that is refused since some have it; an optimizer may have none."""
+    optimizer = {"state": {}, "param_groups": [{"params": names}]}
+    torch_peer.save(tmp_path / "x.pt", filled({"model": {"w": 1.0, "b": 2.0}, "optim": optimizer}))
+    how: dict[str, Any] = {
+        "to": "torch",
+        "forward": True,
+        "map": "model.w [a h], model.b [b h] <=> model.both [(a + b) h]",
+    }
+    if len(names) < 2:
+        with pytest.raises(MapError, match="both would be made of parameters of an optimizer and of"):
+            reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", **how)
+        return
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", **how)
+    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    assert loaded["optim"]["param_groups"][0]["params"] == ["both"]
