@@ -84,17 +84,19 @@ def applied_to_file(
     """
     if not rules:
         training = NO_TRAINING
-        if choice.exclude and source.nest is not None:
+        if choice.leaves_out and source.nest is not None:
             with suppress(MapError):  # nothing tells whose state it is
                 training = training_in(source.nest, inventory, source.tied, source.path)
-        optimizers = _optimizers(source, training) if choice.exclude else []
+        optimizers = _optimizers(source, training) if choice.leaves_out else []
         mapped = applied(None, choice._replace(owners=owners_by_names(optimizers, inventory)), inventory, forward)
         sources_of = {tensor.name: _sources(tensor) for tensor in mapped.made}
-        target = MadeTensors({tensor.name: tensor for tensor in mapped.made}, sources_of)
-        require_own_state(((optimizer, optimizer) for optimizer in optimizers), inventory, target, source.path)
+        used = frozenset[str]().union(*sources_of.values())
+        begins = tuple(begin for optimizer in optimizers for begin in begins_of(optimizer.path))
+        is_state_alone = choice.include is not None and all(name.startswith(begins) for name in used)
         nest = source.nest
-        if nest is not None and choice.exclude:
-            used = frozenset[str]().union(*sources_of.values())
+        if nest is not None and choice.leaves_out and not is_state_alone:
+            target = MadeTensors({tensor.name: tensor for tensor in mapped.made}, sources_of)
+            require_own_state(((optimizer, optimizer) for optimizer in optimizers), inventory, target, source.path)
             require_no_part_left_out(parsed(nest).root, optimizers, inventory, used, source.path)
             nest = without_emptied(nest, training, inventory, sources_of)
             nest = without_left_out(nest, training, inventory, sources_of, source.path)

@@ -44,6 +44,11 @@ class Selection(NamedTuple):
     # the tensors beside the model, which equations for its parameters do not take, though `{p*}` stands for any name
     beside: Collection[str] = ()
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether there are globs that may leave tensors out."""
+        return self.include is not None or bool(self.exclude)
+
 
 Shape = tuple[int, ...]
 # The glob of a type that is given without one.
@@ -114,7 +119,7 @@ def require_any(choice: Selection, names: Collection[str]) -> list[str]:
 
     Raises MapError if a pattern matches none of them, or nothing is left.
     """
-    if choice.include is None and not choice.exclude:
+    if not choice.leaves_out:
         return list(names)
     if choice.may_match_none:
         return [name for name in names if is_chosen(choice, name)]

@@ -505,6 +505,27 @@ def test_groups_of_an_optimizer_without_state_have_the_names_of_one_model(tmp_pa
     reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map="model.a.{p*} <=> model.net.{p*}", forward=True)
 
 
+@pytest.mark.parametrize("form", ["names", "flat", "numbers"])
+def test_what_is_not_included_is_excluded(tmp_path: Path, form: str) -> None:
+    of_form(tmp_path / "x.pt", ("a.w", "b.w"), "optim", form, own=True)
+    for chosen in ({"include": ["model.a.*", "optim.*"]}, {"exclude": "model.b.w"}):
+        if form != "numbers" and "exclude" in chosen:  # it goes along
+            continue
+        with pytest.raises(MapError, match=r"model\.b\.w is excluded, and its state is not"):
+            reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", **chosen)
+    for number, chosen in enumerate(({"include": "*a.w*"}, {"exclude": "*b.w*"})):
+        if form != "numbers":
+            reshard_mpi.transform(tmp_path / "x.pt", tmp_path / f"dst{number}", **chosen)
+    if form != "numbers":
+        first, second = (
+            torch_peer.load(tmp_path / f"dst{number}/rank_0/checkpoint_0.pt")["optim"] for number in range(2)
+        )
+        assert first.keys() == second.keys()
+        if form == "names":
+            assert first["param_groups"][0]["params"] == second["param_groups"][0]["params"] == ["a.w"]
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "state", include="optim.*")  # a whole model may be left out
+
+
 @pytest.mark.parametrize("is_named", few(1, [False, True]))
 def test_numbers_of_two_optimizers_do_not_outlive_a_part_of_a_model(tmp_path: Path, is_named: bool) -> None:
     """As of a generator and its opponent: nothing tells which optimizer is whose, and the numbers behind would move."""
