@@ -115,9 +115,9 @@ class NestedTensors(NamedTuple):
         return cls({*names}, [path for path, _ in dictionaries_in(root)])
 
     def homes_of(self, parameters: Collection[str]) -> list[str]:
-        """Return the dictionaries that have all of an optimizer's parameters, below the names that it has for them.
+        """Return what names begin with in the dictionaries that have all parameters of an optimizer, by its names.
 
-        Those of the root are whole names, of tensors that do not lie together in an inner dictionary.
+        At the root these are whole names, and the tensors do not lie together in an inner dictionary.
         """
         one = next(iter(parameters), "")
         begins = (path for path in self.paths if f"{path}{one}" in self.names)
@@ -137,7 +137,7 @@ def require_homes(
     used: Collection[str],
     where: str,
 ) -> None:
-    """Raise MapError if names in a target's optimizers are those of no dictionary, and of one they were in the source.
+    """Raise MapError if names in a target's optimizers fit no dictionary, though they fit one in the source.
 
     Optimizers that share names have a dictionary each. An optimizer all of whose tensors are left out keeps its names.
 
