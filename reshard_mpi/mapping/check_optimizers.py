@@ -90,7 +90,7 @@ def _require_one_model(own: Optimizer, made: Mapping[str, DerivedTensor], where:
     Names in the optimizer would go by the one for some of them, and by the other for others.
     """
     counts = _beginnings(own, made).values()
-    if own.form is Form.NUMBERS or any(count == len(own.parameters) for count in counts):
+    if own.form is Form.NUMBERS or not own.parameters or any(count == len(own.parameters) for count in counts):
         return
     others = [name for name in made if not (own.path and name.startswith(own.path))]
     found = {name[len(begin) :]: name for name in others for begin in _begins(name, own.parameters)}
@@ -148,7 +148,7 @@ def require_homes(
     groups: list[list[tuple[Optimizer, Optimizer]]] = []  # of optimizers that share names
     for own, of_source in pairs:
         tensors = [name for name in source.names if name.startswith(of_source.path)]
-        if not tensors or any(name in used for name in tensors):
+        if own.parameters and (not tensors or any(name in used for name in tensors)):
             shared = [group for group in groups if any(own.parameters.keys() & each.parameters for each, _ in group)]
             groups = [group for group in groups if group not in shared]
             groups.append([*chain.from_iterable(shared), (own, of_source)])
@@ -333,7 +333,9 @@ def _taken_out(own: Sequence[_Side], of_source: _Side, target: MadeTensors) -> _
     for name, sources in target.sources_of.items():
         if name.startswith(begins):
             continue
-        is_of_torch = any(f".{kind}." in f".{name}" for kind in (STATE_KEY, GROUPS))
+        is_of_torch = any(f".{kind}." in f".{name}" for kind in (STATE_KEY, GROUPS)) or bool(
+            path and name.startswith(path)
+        )
         for source in sorted(sources):
             is_of_optimizer = source.startswith(source_groups) or source in of_source.owner_of
             if (is_of_torch and is_of_optimizer) or of_source.owner_of.get(source) in origins_of_lacking:

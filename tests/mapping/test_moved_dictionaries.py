@@ -326,3 +326,39 @@ def test_parameters_are_not_put_together_with_what_an_optimizer_does_not_train(
     reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", **how)
     loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
     assert loaded["optim"]["param_groups"][0]["params"] == ["both"]
+
+
+@pytest.mark.parametrize("form", ["names", "flat"])
+def test_state_stays_in_its_optimizer_where_a_model_is_called_state_in_between(tmp_path: Path, form: str) -> None:
+    """`state.w` is a parameter's name after the first map, and in the optimizer that of its state."""
+    optimizer: dict[str, Any] = {"state.w.exp_avg": 3.0, "state.b.exp_avg": 4.0}
+    optimizer |= {"param_groups.w.lr": 1, "param_groups.b.lr": 1}
+    if form == "names":
+        states = {"w": {"exp_avg": 3.0}, "b": {"exp_avg": 4.0}}
+        optimizer = {"state": states, "param_groups": [{"lr": 1, "params": [*"wb"]}]}
+    torch_peer.save(tmp_path / "x.pt", filled({"net": {"w": 1.0, "b": 2.0}, "train": {"opt": optimizer}}))
+    maps = ["net.{p*} <=> state.{p*}", "state.{p*} <=> net.{p*}"]
+    with pytest.raises(MapError):
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", map=maps, forward=True)
+
+
+@pytest.mark.parametrize("exclude", ["*b", "model.b"])
+def test_an_optimizer_all_of_whose_parameters_are_left_out_has_none(tmp_path: Path, exclude: str) -> None:
+    optimizer = {"state": {}, "param_groups": [{"params": ["b"]}]}
+    torch_peer.save(tmp_path / "x.pt", filled({"model": {"w": 1.0, "b": 2.0}, "optimizer": optimizer}))
+    how: dict[str, Any] = {"to": "torch", "exclude": exclude, "overwrite": True}
+    for further in ({}, {"map": "model.{p*} <=> net.{p*}", "forward": True}):
+        left = exclude.replace("model", "net") if further else exclude
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", **(how | {"exclude": left}), **further)
+        loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+        assert loaded["optimizer"]["param_groups"][0]["params"] == []
+    reshard_mpi.transform(tmp_path / "dst", tmp_path / "again", to="torch", include="*w")
+
+
+def test_numbers_are_not_taken_for_those_of_a_module_of_a_model(tmp_path: Path) -> None:
+    """They may be those of any two parameters; the shapes are those of `fc` by chance."""
+    model = {"q": 1.0, "b": {"w": 2.0}, "fc": {"bias": 3.0, "weight": 4.0}}
+    optimizer = {"state": {at: {"exp_avg": float(at)} for at in range(2)}, "param_groups": [{"params": [0, 1]}]}
+    torch_peer.save(tmp_path / "x.pt", filled({"app": {"model": model}, "optim": optimizer}))
+    with pytest.raises(MapError, match="whose optimizer state each number is cannot be told"):
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map="{p*} <=> x.{p*}", forward=True)
