@@ -191,11 +191,12 @@ def _require_state_follows(
     """Raise MapError if state stays as it is, though the parameter that it is of does not."""
     shapes = {name: kind.shape for name, kind in inventory.items()}
     owner_of = owners(kept, shapes, rules, taken.direction, {}) if rules else {}
-    parameters = frozenset(name for match in taken.matches for name in (*match.sources.values(), *match.equal))
+    matches = (*taken.matches, *taken.states)
+    parameters = frozenset(name for match in matches for name in (*match.sources.values(), *match.equal))
     stay = [name for name in kept if name not in owner_of or owner_of[name] in parameters]
-    match_of = {name: match for match in taken.matches for name in match.sources.values()}
+    match_of = {name: match for match in matches for name in match.sources.values()}
     stay = [name for name in stay if not keeps_its_name(name, choice.owners.get(name, ""), match_of, shapes)]
-    require_none_stranded(stay, taken.matches, inventory)
+    require_none_stranded(stay, matches, inventory)
 
 
 def _stranded_in_between(
@@ -237,8 +238,11 @@ def _taken(
     scalars = counted(rules, left, inventory, direction, shapes, settings)
     for name in scalars.names:
         del left[name]
-    states = list(followed(rules, taken, left, inventory, direction, shapes))
-    _remove(left, states)
+    states: list[Match] = []
+    following: Sequence[Match] = taken
+    while following := list(followed(rules, following, left, inventory, direction, shapes)):  # state of state, too
+        _remove(left, following)
+        states += following
     return _Matched(direction, taken, states, tuple(left), entries, scalars)
 
 

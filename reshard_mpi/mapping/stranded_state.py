@@ -150,18 +150,23 @@ def require_none_as_parameter(taken: Sequence[Match], chosen: Container[str], in
     states = {name: match for name, match in match_of.items() if is_named_like_state(name)}
     of_parameters = {id(match.rule) for name, match in match_of.items() if name not in states} if states else ()
     shapes = {name: kind.shape for name, kind in inventory.items()}
+    with_own = with_state(shapes) if states else frozenset()
     for name, match in states.items():
         if id(match.rule) not in of_parameters:
             continue
-        parted = parted_anywhere(name, inventory)
+        parted = None if name in with_own else parted_anywhere(name, inventory)
         own = None if parted is None else match_of.get(parted[0])
-        if parted is None or own is None or own.rule is match.rule or shapes[name] != shapes[parted[0]]:
+        if parted is None or (own is not None and own.rule is match.rule) or shapes[name] != shapes[parted[0]]:
             continue
-        are_alike = own.geometry == match.geometry or (is_copied(own, shapes) and is_copied(match, shapes))
+        if own is None:
+            are_alike, way = is_copied(match, shapes) and [*match.targets.values()] == [name], "and stay as it is"
+        else:
+            are_alike = own.geometry == match.geometry or (is_copied(own, shapes) and is_copied(match, shapes))
+            way = f"as {own.rule.where} says"
         if prod(shapes[name]) > 1 and not are_alike and any(target in chosen for target in match.targets.values()):
             raise MapError(
                 f"an equation takes state of {parted[0]} for a parameter, and does not arrange it as that is",
-                expected=f"the state of {parted[0]} to follow it, as {own.rule.where} says",
+                expected=f"the state of {parted[0]} to follow it, {way}",
                 got=f"{name}, which becomes {', '.join(match.targets.values())}",
                 where=match.rule.where,
                 remedy="write the equation for names of the model alone, or one for such state before it, or leave the"

@@ -555,3 +555,39 @@ def test_a_catch_all_does_not_take_state_for_a_parameter(tmp_path: Path, state: 
     assert np.array_equal(made(both)[f"net.{moment}"], states[moment].T)
     renamed = "[[map]]\neq = 'model.{p*}.w <=> net.{p*}.kernel'\n"
     assert np.array_equal(made(renamed + catch_all)[f"net.{moment}"], states[moment])
+
+
+@pytest.mark.parametrize("state", ["adam_m.{}", "optim.adam_m.{}", "exp_avg.{}"])
+@pytest.mark.parametrize("target", ["{p*}.kernel [i o]", "{p*}.weight [i o]", "{p*}.kernel [o i]"])
+def test_state_of_a_parameter_that_no_equation_takes_is_not_taken_for_another(
+    tmp_path: Path, target: str, state: str
+) -> None:
+    """`weight` lies in no module, so `{p*}.weight` is not its name, and is that of its state."""
+    tensors: Tensors = {"weight": floats(2, 2), "fc.weight": floats(2, 2, first=5)}
+    states = {state.format(name): array + 10 for name, array in tensors.items()}
+    source, text = source_of(tmp_path, tensors | states), f"[[map]]\neq = '{{p*}}.weight [o i] <=> {target}'\n"
+    with pytest.raises(MapError, match=r"takes state of weight for a parameter[^$]*and stay as it is"):
+        reshard_mpi.transform(source, tmp_path / "dst", map=map_of(tmp_path, text), forward=True)
+    both = f"[[map]]\neq = 'weight [o i] <=> {target.replace('{p*}.', '')}'\n" + text
+    reshard_mpi.transform(source, tmp_path / "dst", map=map_of(tmp_path, both), forward=True)
+    made = held(tmp_path / "dst")
+    for name, array in tensors.items():
+        new = name.replace("weight", "kernel") if "kernel" in target else name
+        turned = array if "[o i]" in target else array.T
+        assert np.array_equal(made[new], turned)
+        assert np.array_equal(made[state.format(new)], turned + 10)
+
+
+@pytest.mark.parametrize("equation", ["m.w <=> m.v", "m.w [o i] <=> m.v [i o]"])
+@pytest.mark.parametrize("second", ["optim.adam_m.m.{}", "ema.exp_avg.m.{}", "adam_m.ema.m.{}"])
+def test_state_of_state_that_follows_follows_it(tmp_path: Path, second: str, equation: str) -> None:
+    first = second.partition(".")[2]
+    names = ("m.{}", first, second)
+    tensors: Tensors = {each.format("w"): floats(2, 3, first=10 * at) for at, each in enumerate(names)}
+    others: Tensors = {each.format("u"): floats(2, 3, first=50) for each in names}
+    source, map_path = source_of(tmp_path, tensors | others), map_of(tmp_path, f"[[map]]\neq = '{equation}'\n")
+    reshard_mpi.transform(source, tmp_path / "dst", map=map_path, forward=True)
+    turned = {each.format("v"): tensors[each.format("w")] for each in names}
+    assert_held(
+        tmp_path / "dst", others | {name: array.T if "[" in equation else array for name, array in turned.items()}
+    )
