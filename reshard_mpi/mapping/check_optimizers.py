@@ -107,12 +107,12 @@ def _require_one_model(own: Optimizer, made: Mapping[str, DerivedTensor], where:
 class NestedTensors(NamedTuple):
     """The tensors of a file by name, and what their names begin with in its dictionaries."""
 
-    names: Collection[str]
+    names: frozenset[str]
     paths: Collection[str]
 
     @classmethod
     def of(cls, names: Iterable[str], root: Any) -> NestedTensors:
-        return cls({*names}, [path for path, _ in dictionaries_in(root)])
+        return cls(frozenset(names), [path for path, _ in dictionaries_in(root)])
 
     def homes_of(self, parameters: Collection[str]) -> list[str]:
         """Return what names begin with in the dictionaries that have all parameters of an optimizer, by its names.
@@ -149,6 +149,8 @@ def require_homes(
     for own, of_source in pairs:
         tensors = [name for name in source.names if name.startswith(of_source.path)]
         if own.parameters and (not tensors or any(name in used for name in tensors)):
+            if of_source.form is Form.NUMBERS and target.names >= own.parameters.keys():
+                continue  # its names may be whole
             shared = [group for group in groups if any(own.parameters.keys() & each.parameters for each, _ in group)]
             groups = [group for group in groups if group not in shared]
             groups.append([*chain.from_iterable(shared), (own, of_source)])
@@ -156,8 +158,8 @@ def require_homes(
         homes = [target.homes_of(own.parameters) for own, _ in group]
         before = [source.homes_of(of_source.parameters) for _, of_source in group]
         needed = min(len(group), len({*chain.from_iterable(before)}))
-        are_lost = any(had and not has for had, has in zip(before, homes))
-        if are_lost or len({*chain.from_iterable(homes)}) < needed:
+        had = [found or of_source.form is Form.NUMBERS for found, (_, of_source) in zip(before, group)]
+        if len({*chain.from_iterable(homes)}) < needed or any(one and not has for one, has in zip(had, homes)):
             names = {name for own, _ in group for name in own.parameters}
             raise MapError(
                 "names in an optimizer go by the dictionary of its model, and would be those of no dictionary",

@@ -362,3 +362,15 @@ def test_numbers_are_not_taken_for_those_of_a_module_of_a_model(tmp_path: Path) 
     torch_peer.save(tmp_path / "x.pt", filled({"app": {"model": model}, "optim": optimizer}))
     with pytest.raises(MapError, match="whose optimizer state each number is cannot be told"):
         reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map="{p*} <=> x.{p*}", forward=True)
+
+
+def test_a_numbered_optimizer_of_a_model_whose_dictionary_goes_has_names_of_none(tmp_path: Path) -> None:
+    """The first map takes one parameter out of the model's names twice, and the dictionary is not made anew."""
+    optimizer = {"state": {at: {"exp_avg": float(at)} for at in range(2)}, "param_groups": [{"params": [0, 1]}]}
+    torch_peer.save(tmp_path / "x.pt", filled({"model": {"model.q": 1.0, "k": 2.0}, "optim": optimizer}))
+    maps = ["model.{p*} <=> {p*}", "{p*} <=> model.{p*}"]
+    with pytest.raises(MapError, match="would be those of no dictionary"):
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", map=maps, forward=True)
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", map=maps[0], forward=True)
+    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")  # whole names
+    assert [*loaded["optim"]["state"]] == ["model.q", "k"] and {"model.q", "k"} < loaded.keys()
