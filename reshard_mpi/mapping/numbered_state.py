@@ -213,7 +213,7 @@ def _twin(
         if prefix.startswith(path):  # the tensors of no dictionary in it
             inner = tuple(other for other in models if other != path and other.startswith(path))
             names = [name for name in names if not name.startswith(inner)]
-            if path and any(shapes[name] for name in names):  # of which this is a module
+            if path and any(shapes[name] for name in names):  # `prefix` is a module of it
                 return path
         in_order = iter([shapes[name] for name in names])
         if all(shapes[parameter] in in_order for parameter in parameters):  # each behind the one before
