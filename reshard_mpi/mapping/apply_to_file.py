@@ -232,7 +232,7 @@ def _mapped(
             return _mapped(rules, choice, inventory, source, training, forward, like, is_below=is_below, home=home)
     require_own_state(new.known, inventory, target, source.path)
     nested = NestedTensors.of(inventory, parsed(source.nest).root), NestedTensors.of(tensors, parsed(new.text).root)
-    require_homes(new.known, *nested, used, source.path)
+    require_homes(new.known, *nested, sources_of, source.path)
     begins = tuple(f"{each.path}state." for each, _ in new.known if each.form is not Form.FLAT)
     if training.optimizer is not None or any(derived.name.startswith(begins) for derived in all_made):
         # Its own load_state_dict takes the states of a group by their places, whatever their names.

@@ -134,17 +134,18 @@ def require_homes(
     pairs: Iterable[tuple[Optimizer, Optimizer]],
     source: NestedTensors,
     target: NestedTensors,
-    used: Collection[str],
+    sources_of: Mapping[str, Collection[str]],
     where: str,
 ) -> None:
     """Raise MapError if names in a target's optimizers fit no dictionary, though they fit one in the source.
 
-    Optimizers that share names have a dictionary each. An optimizer all of whose tensors are left out keeps its names.
+    Models of optimizers that share names become the same. An optimizer without its tensors keeps its names.
 
     Args:
         pairs: as of `require_own_state`.
-        used: the names of the source's tensors that go into the target.
+        sources_of: as of `MadeTensors`.
     """
+    used = frozenset[str]().union(*sources_of.values())
     groups: list[list[tuple[Optimizer, Optimizer]]] = []  # of optimizers that share names
     for own, of_source in pairs:
         tensors = [name for name in source.names if name.startswith(of_source.path)]
@@ -155,16 +156,21 @@ def require_homes(
             groups = [group for group in groups if group not in shared]
             groups.append([*chain.from_iterable(shared), (own, of_source)])
     for group in groups:
-        homes = [target.homes_of(own.parameters) for own, _ in group]
-        before = [source.homes_of(of_source.parameters) for _, of_source in group]
-        needed = min(len(group), len({*chain.from_iterable(before)}))
-        had = [found or of_source.form is Form.NUMBERS for found, (_, of_source) in zip(before, group)]
-        if len({*chain.from_iterable(homes)}) < needed or any(one and not has for one, has in zip(had, homes)):
-            names = {name for own, _ in group for name in own.parameters}
+        are_lost = False
+        for own, of_source in group:
+            homes, before = target.homes_of(own.parameters), source.homes_of(of_source.parameters)
+            are_lost |= not homes and (bool(before) or of_source.form is Form.NUMBERS)
+            names = [*zip(of_source.parameters, own.parameters)]
+            for home in before if len(group) > 1 else ():  # any may be its own, so that all have to become the same
+                are_lost |= len(own.parameters) != len(of_source.parameters) or not any(
+                    all(f"{home}{old}" in sources_of.get(f"{new_home}{new}", ()) for old, new in names)
+                    for new_home in homes
+                )
+        if are_lost:
             raise MapError(
                 "names in an optimizer go by the dictionary of its model, and would be those of no dictionary",
                 expected="a key for each model that nothing else in the file has, or the same equations for all models",
-                got=shortened(sorted(names)),
+                got=shortened(sorted({name for own, _ in group for name in own.parameters})),
                 where=where,
                 remedy="give the model another key, or leave the optimizer out (--exclude)",
             )

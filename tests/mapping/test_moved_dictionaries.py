@@ -374,3 +374,12 @@ def test_a_numbered_optimizer_of_a_model_whose_dictionary_goes_has_names_of_none
     reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", map=maps[0], forward=True)
     loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")  # whole names
     assert [*loaded["optim"]["state"]] == ["model.q", "k"] and {"model.q", "k"} < loaded.keys()
+
+
+@pytest.mark.parametrize("begin", ["", "critic."])
+def test_names_that_two_models_have_are_not_exchanged_in_one_of_them(tmp_path: Path, begin: str) -> None:
+    model = {"w": 1.0, "b": 2.0}
+    optimizer = {"state": {"w": {"exp_avg": 3.0}, "b": {"exp_avg": 4.0}}, "param_groups": [{"params": ["w", "b"]}]}
+    source = {**model, "critic": model, "optim": optimizer, "critic_optim": optimizer}
+    with pytest.raises(MapError):
+        made_of(tmp_path, source, f"{begin}w <=> {begin}b", f"{begin}b <=> {begin}w")
