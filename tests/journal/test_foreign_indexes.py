@@ -108,7 +108,7 @@ def test_it_is_saved_while_a_run_is_at_work(
     if mode == "--resume":
         done(*command(c, form, "--rank", "0"))
     if moment == "before the commit":
-        after(monkeypatch, transform.Writer, "write", lambda: save(c.dst, saved))
+        after(monkeypatch, transform, "write_targets", lambda: save(c.dst, saved))
     else:
         after(monkeypatch, Journal, "begin", lambda: save(c.dst, saved))
     finished = run_here(*command(c, form, mode))

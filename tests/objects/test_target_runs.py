@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.command_line import COMMAND, done, refused, run_apart, run_here
 from support.conversions import Conversion, listing
+from support.examples import few
 from support.launch import MPI
 from support.object_servers import Bucket, delete, download, forget, names, objects, put, uploads
 
@@ -115,7 +116,7 @@ def test_another_run_in_the_same_place(moto: Bucket, c: Conversion) -> None:
 
 
 @pytest.mark.parametrize("name", [TARGETS[1], "reshard.json", ".reshard_mpi/run.json", ".reshard_mpi/rank_1.json"])
-@pytest.mark.parametrize("content", [b"of somebody else", b"{}"])
+@pytest.mark.parametrize("content", few(1, [b"of somebody else", b"{}"]))
 def test_a_foreign_object_in_the_place_of_one_of_ours(moto: Bucket, c: Conversion, name: str, content: bytes) -> None:
     put(moto / f"out/{name}", content)
     (c.dst / name).parent.mkdir(parents=True)
