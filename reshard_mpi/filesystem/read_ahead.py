@@ -80,7 +80,11 @@ class ReadAhead:
 
         Raises as `object_store.asked` does.
         """
-        content = self._fetched(file.path, offset, len(buffer))
+        key = self._sought(file.path, offset)
+        if key is None:
+            self._top_up()
+            return 0
+        content = self._fetched(key, offset, len(buffer))
         buffer[: len(content)] = content
         return len(content)
 
@@ -89,21 +93,21 @@ class ReadAhead:
 
         Raises as `object_store.asked` does.
         """
-        key = self._found(file.path, offset)
-        if key is not None and offset + length_bytes > key[1] + len(self._blocks[key].buffer):
+        key = self._sought(file.path, offset)
+        if key is None or offset + length_bytes > key[1] + len(self._blocks[key].buffer):
             return None
-        content = self._fetched(file.path, offset, length_bytes)
-        return content if len(content) == length_bytes else None
+        return self._fetched(key, offset, length_bytes)
 
-    def _fetched(self, path: str, offset: int, most_bytes: int) -> memoryview:
-        """Return the bytes that a block has from `offset` on, as many as are wanted; none if no block has them."""
+    def _sought(self, path: str, offset: int) -> tuple[str, int] | None:
+        """Return the block that has this byte of a file; fetch on until there is one, or all room is full."""
         key = self._found(path, offset)
         if key is None and self._is_coming(path, offset):
             key = self._found(path, offset)
-        if key is None:
-            self._top_up()
-            return memoryview(b"")
-        block = self._blocks[key]
+        return key
+
+    def _fetched(self, key: tuple[str, int], offset: int, most_bytes: int) -> memoryview:
+        """Return the bytes that a block has from `offset` on, `most_bytes` at most; they count as asked for."""
+        path, block = key[0], self._blocks[key]
         block.fetching.result()
         content = block.buffer[offset - key[1] :][:most_bytes]
         self._served[key] = self._served.get(key, 0) + len(content)

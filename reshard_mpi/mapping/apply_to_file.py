@@ -20,15 +20,13 @@ from reshard_mpi.mapping.carry_values import carried_into
 from reshard_mpi.mapping.chain import chained, composed, parameters_of, steps_of
 from reshard_mpi.mapping.check_optimizers import (
     MadeTensors,
-    NestedTensors,
-    home_of,
     owners_by_names,
-    require_homes,
     require_no_part_left_out,
     require_own_state,
 )
 from reshard_mpi.mapping.direction import Inventory, UnfitMapError
 from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training, begins_of, in_order, named_tensors, training_in
+from reshard_mpi.mapping.optimizer_homes import NestedTensors, home_of, require_homes
 from reshard_mpi.mapping.optimizers import (
     STATE_KEY,
     Form,

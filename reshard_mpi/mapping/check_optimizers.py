@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -102,78 +101,6 @@ def _require_one_model(own: Optimizer, made: Mapping[str, DerivedTensor], where:
             where=where,
             remedy="write equations for all of the model, or leave the optimizer out (--exclude)",
         )
-
-
-class NestedTensors(NamedTuple):
-    """The tensors of a file by name, and what their names begin with in its dictionaries."""
-
-    names: frozenset[str]
-    paths: Collection[str]
-
-    @classmethod
-    def of(cls, names: Iterable[str], root: Any) -> NestedTensors:
-        return cls(frozenset(names), [path for path, _ in dictionaries_in(root)])
-
-    def homes_of(self, parameters: Collection[str]) -> list[str]:
-        """Return what names begin with in the dictionaries that have all parameters of an optimizer, by its names.
-
-        At the root these are whole names, and the tensors do not lie together in an inner dictionary.
-        """
-        one = next(iter(parameters), "")
-        begins = (path for path in self.paths if f"{path}{one}" in self.names)
-        homes = [begin for begin in begins if all(f"{begin}{name}" in self.names for name in parameters)]
-        return [home for home in homes if home or home_of(parameters, self.paths) == ""]
-
-
-def home_of(names: Collection[str], paths: Iterable[str]) -> str:
-    """Return what names begin with in the innermost dictionary that has all of some tensors."""
-    return max((path for path in paths if all(name.startswith(path) for name in names)), key=len, default="")
-
-
-def require_homes(
-    pairs: Iterable[tuple[Optimizer, Optimizer]],
-    source: NestedTensors,
-    target: NestedTensors,
-    sources_of: Mapping[str, Collection[str]],
-    where: str,
-) -> None:
-    """Raise MapError if names in a target's optimizers fit no dictionary, though they fit one in the source.
-
-    Models of optimizers that share names become the same. An optimizer without its tensors keeps its names.
-
-    Args:
-        pairs: as of `require_own_state`.
-        sources_of: as of `MadeTensors`.
-    """
-    used = frozenset[str]().union(*sources_of.values())
-    groups: list[list[tuple[Optimizer, Optimizer]]] = []  # of optimizers that share names
-    for own, of_source in pairs:
-        tensors = [name for name in source.names if name.startswith(of_source.path)]
-        if own.parameters and (not tensors or any(name in used for name in tensors)):
-            if of_source.form is Form.NUMBERS and target.names >= own.parameters.keys():
-                continue  # its names may be whole
-            shared = [group for group in groups if any(own.parameters.keys() & each.parameters for each, _ in group)]
-            groups = [group for group in groups if group not in shared]
-            groups.append([*chain.from_iterable(shared), (own, of_source)])
-    for group in groups:
-        are_lost = False
-        for own, of_source in group:
-            homes, before = target.homes_of(own.parameters), source.homes_of(of_source.parameters)
-            are_lost |= not homes and (bool(before) or of_source.form is Form.NUMBERS)
-            names = [*zip(of_source.parameters, own.parameters)]
-            for home in before if len(group) > 1 else ():  # any may be its own, so that all have to become the same
-                are_lost |= len(own.parameters) != len(of_source.parameters) or not any(
-                    all(f"{home}{old}" in sources_of.get(f"{new_home}{new}", ()) for old, new in names)
-                    for new_home in homes
-                )
-        if are_lost:
-            raise MapError(
-                "names in an optimizer go by the dictionary of its model, and would be those of no dictionary",
-                expected="a key for each model that nothing else in the file has, or the same equations for all models",
-                got=shortened(sorted({name for own, _ in group for name in own.parameters})),
-                where=where,
-                remedy="give the model another key, or leave the optimizer out (--exclude)",
-            )
 
 
 def owners_by_names(optimizers: Iterable[Optimizer], tensors: Collection[str]) -> dict[str, str]:

@@ -221,7 +221,8 @@ class TargetPlans:
                 yield [rank]
                 continue
             ranks = alike.setdefault(self.inputs[rank].read_ranks, [])
-            if len(ranks) == _MOST_SIDE_BY_SIDE or self.peak_bytes_of([*ranks, rank]) > ceiling_bytes:
+            is_full = len(ranks) == _MOST_SIDE_BY_SIDE or self.peak_bytes_of([*ranks, rank]) > ceiling_bytes
+            if ranks and is_full:
                 yield ranks.copy()
                 ranks.clear()
             ranks.append(rank)
