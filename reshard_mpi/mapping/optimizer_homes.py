@@ -1,4 +1,4 @@
-"""Check that names in a target's optimizers are those of its dictionaries (`require_homes`)."""
+"""Check that dictionaries of a target have the names that are in its optimizers (`require_homes`)."""
 
 from __future__ import annotations
 
