@@ -7,7 +7,8 @@ that of the whole, `zlib.crc32(whole.tobytes())`. So neither layout nor format m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,6 +37,23 @@ _FEW_RUNS = 64
 _SHORT_BYTES = 48
 # Runs are only a few different distances apart; the tables of one distance take 40 KiB.
 _KEPT_STEPS = 64
+
+
+class ContiguousPart(NamedTuple):
+    """The place of a part whose bytes are one run of the row-major bytes of its whole tensor."""
+
+    length_bytes: int
+    bytes_behind: int  # of the whole tensor, behind the part
+    whole_bytes: int
+
+    @classmethod
+    def of(cls, box: Box, global_shape: tuple[int, ...], itemsize_bytes: int) -> ContiguousPart | None:
+        """Return the place of a part of a tensor; None if it is several runs."""
+        whole = Box.whole(global_shape)
+        if run_length(box, box, whole) != box.size:
+            return None
+        behind = whole.size - whole.offset_of(box) - box.size
+        return cls(box.size * itemsize_bytes, behind * itemsize_bytes, whole.size * itemsize_bytes)
 
 
 class PartSum:
@@ -71,6 +89,19 @@ def sum_of_whole(parts: Iterable[int], size_bytes: int) -> int:
     for part in parts:
         state ^= part ^ zeros
     return state
+
+
+def sum_of_contiguous(crc: int, place: ContiguousPart) -> int:
+    """Return the sum of a part that is one run of its whole tensor, from the CRC-32 of its bytes."""
+    state = _shifted(crc ^ sum_of_zeros(place.length_bytes), place.bytes_behind)
+    return state ^ sum_of_zeros(place.whole_bytes)
+
+
+def crc_of_contiguous(value: int, place: ContiguousPart) -> int:
+    """Return the CRC-32 of the bytes of a part that is one run of its whole tensor, from its sum."""
+    state = value ^ sum_of_zeros(place.whole_bytes)
+    # A remainder is the same again after as many bits as there are remainders but 0, and so after as many bytes.
+    return _shifted(state, _ONES - place.bytes_behind % _ONES) ^ sum_of_zeros(place.length_bytes)
 
 
 def has_short_runs(box: Box, whole: Box, itemsize_bytes: int) -> bool:
@@ -197,8 +228,24 @@ class Summed(NamedTuple):
     found: int
 
 
+class Shown(NamedTuple):
+    """How much of a target is shown to be its sources' by other means than reading these."""
+
+    spans: Sequence[Span] = ()  # of the file, ascending
+    sums: Mapping[str, int] = {}  # of whole tensors, by name; they need not be in the file
+
+
+NOTHING_SHOWN = Shown()
+
+
 def sum_shard(
-    plan: RankPlan, target: Manifest, *, span: Span | None, limits: Limits, on_bytes: OnBytes = lambda _: None
+    plan: RankPlan,
+    target: Manifest,
+    *,
+    span: Span | None,
+    limits: Limits,
+    on_bytes: OnBytes = lambda _: None,
+    shown: Shown = NOTHING_SHOWN,
 ) -> Iterator[Summed]:
     """Yield the sums of every tensor of `plan`, by its sources and by the shard `target`.
 
@@ -206,6 +253,7 @@ def sum_shard(
         span: only elements that begin in this range of the target file, and tensors without elements; None: all.
         on_bytes: called with the number of bytes just summed; each byte of the target counts once, half of it for its
             source.
+        shown: for this, sources are not read.
 
     Raises ShardError if a file cannot be read.
     """
@@ -213,14 +261,41 @@ def sum_shard(
     with Files() as files:
         for tensor in plan.tensors:
             spec, entry = tensor.spec, target.tensors[tensor.spec.name]
+            if (value := shown.sums.get(spec.name)) is not None:
+                on_bytes(spec.size_bytes)
+                yield Summed(spec, value, value)
+                continue
             first, last = (0, spec.box.size) if span is None else _elements_within(entry, span)
             if first == last and spec.box.size:
                 continue  # no element begins in the span; a tensor without elements belongs to every span
-            blocks = tuple(spec.box.blocks(max(1, len(buffer) // spec.dtype.itemsize_bytes), first, last))
-            expected = _sum(files, spec, tensor.copies, blocks, buffer, limits, lambda size: on_bytes(size // 2))
-            own = held_tensor(spec, target).copies
-            actual = _sum(files, spec, own, blocks, buffer, limits, lambda size: on_bytes(size - size // 2))
-            yield Summed(spec, expected, actual)
+            own, limit = held_tensor(spec, target).copies, max(1, len(buffer) // spec.dtype.itemsize_bytes)
+            of_shown, of_others = list[Box](), list[Box]()
+            for start, stop, is_shown in _divided(entry, first, last, shown.spans):
+                (of_shown if is_shown else of_others).extend(spec.box.blocks(limit, start, stop))
+            expected = _sum(files, spec, tensor.copies, of_others, buffer, limits, lambda size: on_bytes(size // 2))
+            actual = _sum(files, spec, own, of_others, buffer, limits, lambda size: on_bytes(size - size // 2))
+            alike = _sum(files, spec, own, of_shown, buffer, limits, on_bytes)
+            whole_bytes = Box.whole(spec.global_shape).size * spec.dtype.itemsize_bytes
+            yield Summed(spec, *(sum_of_whole([value, alike], whole_bytes) for value in (expected, actual)))
+
+
+def _divided(entry: TensorEntry, first: int, last: int, shown: Sequence[Span]) -> Iterator[tuple[int, int, bool]]:
+    """Yield ranges of elements that lie in spans of the file, or not: the first, the one after the last, and which."""
+    assert isinstance(entry.source, ByteRanges)
+    itemsize, start_bytes = entry.dtype.itemsize_bytes, 0
+    for part in entry.source.ranges if shown else ():
+        end = part.offset_bytes + part.length_bytes
+        for low, high in shown[max(0, bisect_right(shown, (part.offset_bytes, end)) - 1) :]:
+            if low >= end:
+                break
+            skipped, stop = max(low - part.offset_bytes, 0), min(high, end) - part.offset_bytes
+            inner = max(first, -(-(start_bytes + skipped) // itemsize)), min(last, (start_bytes + stop) // itemsize)
+            if inner[0] < inner[1]:
+                yield first, inner[0], False
+                yield *inner, True
+                first = inner[1]
+        start_bytes += part.length_bytes
+    yield first, last, False
 
 
 def sum_tensors(

@@ -61,6 +61,10 @@ class TensorSum(NamedTuple):
     value: int
     loose: bool  # copies of the tensor may differ: no strategy places it, or it is an accumulated gradient
 
+    @property
+    def box(self) -> Box:
+        return Box(self.start, tuple(low + length for low, length in zip(self.start, self.shape, strict=True)))
+
     @classmethod
     def of(cls, facts: Sequence[Any]) -> TensorSum:
         """Return the sum that a record has of a tensor. Raises TypeError or ValueError if it is impossible."""
@@ -74,9 +78,8 @@ class TensorSum(NamedTuple):
             checked_sum(value),
             record_files.flag(loose),
         )
-        stop = tuple(low + length for low, length in zip(tensor_sum.start, tensor_sum.shape, strict=True))
         box = Box.whole(tensor_sum.global_shape)
-        if box.ndim > _MAX_DIMENSIONS or not box.contains(Box(tensor_sum.start, stop)):
+        if box.ndim > _MAX_DIMENSIONS or not box.contains(tensor_sum.box):
             raise ValueError("a place that is in no tensor")
         if box.size * BY_NAME[dtype].itemsize_bytes > MAX_TENSOR_BYTES:
             raise ValueError("a tensor that cannot be")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint
-from reshard_mpi.engine.checksums import Span, sum_of_whole, sum_shard, sum_sources, sum_tensors, takes_numpy
+from reshard_mpi.engine.checksums import Shown, Span, sum_of_whole, sum_shard, sum_sources, sum_tensors, takes_numpy
 from reshard_mpi.engine.first_difference import where_it_differs
 from reshard_mpi.engine.open_files import OnBytes
 from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, ShardError, as_reshard_error
@@ -40,7 +40,6 @@ from reshard_mpi.runs.outcome import Checked
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.progress import Progress, SliceCounter
 from reshard_mpi.sharding import strategy_table
-from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import unsharded
 from reshard_mpi.text import counted
 
@@ -49,18 +48,19 @@ BY_RECORD = "the record of its run"
 
 
 def sums_as_planned(
-    plan: RankPlan, target: Manifest, span: Span | None, limits: Limits, on_bytes: OnBytes
+    plan: RankPlan, target: Manifest, span: Span | None, limits: Limits, on_bytes: OnBytes, shown: Shown
 ) -> tuple[TensorSum, ...]:
     """Return the sums of the tensors in the shard `target`, which are also the sums of their sources.
 
     Args:
         span: only of elements that begin in this range of the file; None: all.
         on_bytes: called with the number of bytes just summed.
+        shown: as for `sum_shard`.
 
     Raises DamageError for the first tensor that differs from its sources, with the element and its place in the files.
     """
     sums = []
-    for summed in sum_shard(plan, target, span=span, limits=limits, on_bytes=on_bytes):
+    for summed in sum_shard(plan, target, span=span, limits=limits, on_bytes=on_bytes, shown=shown):
         if summed.expected != summed.found:
             raise where_it_differs(plan, target, summed.tensor.name, limits)
         sums.append(tensor_sum(summed.tensor, summed.found, loose=summed.tensor.name in plan.loose))
@@ -292,8 +292,7 @@ def _placed(
         if entry.box is not None and entry.global_shape is not None:
             yield TensorSpec(name, entry.dtype, entry.global_shape, entry.box), loose
         elif tensor is not None and fits_record(tensor, entry):
-            stop = tuple(low + length for low, length in zip(tensor.start, entry.shape))
-            yield TensorSpec(name, entry.dtype, tensor.global_shape, Box(tensor.start, stop)), loose
+            yield TensorSpec(name, entry.dtype, tensor.global_shape, tensor.box), loose
 
 
 def _damaged(shard: Manifest, name: str, expected: int, actual: int) -> DamageError:
@@ -318,6 +317,8 @@ def damage_of(
     limits: Limits,
     before_sums: Callable[[Summing], None],
     progress: Progress,
+    *,
+    is_read: bool = True,
 ) -> ReshardError | None:
     """Return the first error in the shard of `rank`, by its checksum and by the sums of its tensors.
 
@@ -325,10 +326,11 @@ def damage_of(
         size_bytes: of its files.
         before_sums: called with what summing a file takes, before it is summed.
         progress: told of the bytes of the files.
+        is_read: whether the tensors are summed; else all but these is held against the record of the shard.
     """
     for files, own_rank in _one_by_one(source.files, rank):
         try:
-            if keeps_sums(files, own_rank):
+            if is_read and keeps_sums(files, own_rank):
                 _, damage = check_shard(files, own_rank, limits, before_sums, progress)
             else:
                 damage = list(_unlike_its_record(files, own_rank))
@@ -337,6 +339,8 @@ def damage_of(
         for first in damage:  # which refuses the run, if no other shard holds the same
             said = {name: getattr(first, name) for name in ("expected", "got", "where", "remedy")}
             return ShardError(first.problem, **said)
+    if not is_read:
+        return None
     counter = SliceCounter(progress.moved, size_bytes)
     unfit = source.check_crc(rank, counter.add)
     counter.end()
@@ -344,12 +348,14 @@ def damage_of(
 
 
 def _unlike_its_record(files: ShardFiles, rank: int) -> Iterator[DamageError]:
-    """Yield how the files of a rank differ from records that have no sums: these have sizes, and digests of texts."""
+    """Yield how the files of a rank differ from their records, besides the bytes of tensors."""
     finder = RecordFinder()
     for path in files.by_rank[rank]:
         found = finder.find(path, rank)
         if found is not None and found.record is not None:
-            yield from damage_by_record(files.locate(path), found.record, {})
+            shard, record = files.locate(path), found.record
+            yield from damage_by_record(shard, record, {tensor.name: tensor for tensor in record.sums})
+            yield from damage_besides(path, shard.tensors, record)
 
 
 def committed_tensors(source: SourceCheckpoint) -> tuple[CommitRecord, list[TensorPlan]] | None:

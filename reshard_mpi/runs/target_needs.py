@@ -291,7 +291,7 @@ class Projection(NamedTuple):
         tensor_bytes = target_form.written_tensor_bytes + (_SUM_BYTES if verify else 0)
         staged_bytes = 0
         if is_streamed:
-            from reshard_mpi.journal.object_publication import STAGED_BYTES  # which is loaded for nothing else
+            from reshard_mpi.journal.staged_parts import STAGED_BYTES  # which is loaded for nothing else
 
             staged_bytes = STAGED_BYTES
         return cls(planning_bytes, base_bytes, tensor_bytes, verify, has_numpy, staged_bytes=staged_bytes)
@@ -356,7 +356,7 @@ class Projection(NamedTuple):
         """Return the bytes that this target needs while it is written side by side with others."""
         filled_bytes = 0
         if self.staged_bytes:
-            from reshard_mpi.journal.object_publication import FILLED_BYTES  # which is loaded for nothing else
+            from reshard_mpi.journal.staged_parts import FILLED_BYTES  # which is loaded for nothing else
 
             filled_bytes = min(FILLED_BYTES, plan.written_bytes)
         return plan.kept_bytes + self._records_bytes(plan) + LIMITS.buffer_bytes + filled_bytes

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from reshard_mpi.planning.rank_plan import AccumulatedGradients, SharedFact, StageDigest
     from reshard_mpi.planning.replicas import ReplicaGroup
     from reshard_mpi.planning.source_flaws import Differing, PrefixDigest
+    from reshard_mpi.runs.recorded_sums import RecordedSums
 
 OnPlanned = Callable[[Run, RankPlan, int], None]
 # More than these read ahead further than there is room for.
@@ -280,6 +281,25 @@ class TargetPlans:
         files = self.run.conversion.source.files
         ranks = {rank for inputs in self.inputs.values() for rank in inputs.read_ranks}
         return {rank: sum(file.size_bytes for file in files.sources([rank]).files) for rank in ranks}
+
+    @cached_property
+    def recorded_sums(self) -> RecordedSums | None:
+        """The sums that records have of sources in an object store, if targets there are verified by them."""
+        request = self.run.request
+        if not (request.verify and is_object_path(request.source) and is_object_path(request.target)):
+            return None
+        from reshard_mpi.runs.recorded_sums import RecordedSums
+
+        return RecordedSums(self.run.conversion.source.files)
+
+    def unrecorded_ranks(self) -> set[int]:
+        """Return source ranks from which this process's targets take more than tensors with recorded sums."""
+        sums = self.recorded_sums
+        if sums is None:
+            return {rank for inputs in self.inputs.values() for rank in inputs.read_ranks}
+        tensors = (tensor for rank in self.inputs for tensor in self.plan(rank).tensors)
+        unknown = (tensor for tensor in tensors if tensor.spec.size_bytes and sums.crc_of(tensor) is None)
+        return {copy.source_rank for tensor in unknown for copy in tensor.copies}
 
     def placed(self, stage: int) -> dict[int, dict[str, str]]:
         """Return what strategies place on target ranks of `stage` (see `RankPlan.placed`); of equal ranks, only one."""

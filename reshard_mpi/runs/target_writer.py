@@ -27,9 +27,11 @@ from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.target_plans import TargetPlans
 
 if TYPE_CHECKING:
+    from reshard_mpi.engine.checksums import Shown
     from reshard_mpi.engine.source_ranges import SharedReading
     from reshard_mpi.filesystem.read_ahead import ReadAhead
-    from reshard_mpi.journal.object_publication import StagedParts
+    from reshard_mpi.journal.staged_parts import StagedParts
+    from reshard_mpi.runs.recorded_sums import RecordedTensor
 
 
 def require_as_meant(module: Format, publication: Publication, manifest: Manifest, sums: Mapping[str, int]) -> None:
@@ -99,6 +101,20 @@ def fill_file(
 T = TypeVar("T")
 
 
+def _shown_by_store(staged: StagedParts | None, recorded: Sequence[RecordedTensor]) -> Shown | None:
+    """Return what of a filled target needs no look at its sources: it has recorded sums, or those of copied parts.
+
+    Raises ShardError if a tensor has not the recorded sum.
+    """
+    if staged is None:
+        return None
+    from reshard_mpi.engine.checksums import Shown
+    from reshard_mpi.runs.recorded_sums import require_as_recorded
+
+    require_as_recorded(recorded, staged)
+    return Shown(staged.copied_spans, {tensor.spec.name: tensor.value for tensor in recorded})
+
+
 def _next_of(steps: Generator[float, None, Outcome]) -> float | Outcome:
     """Take a step; return the share that is written, or the outcome at the end."""
     try:
@@ -159,7 +175,8 @@ class Writer:
             if self._run.is_streamed:
                 self._choose_place(publication, plan)
             manifest = self.reserve(publication, plan)
-            staging = self._staged(publication, plan, manifest)
+            recorded = self._recorded(plan, manifest)
+            staging = self._staged(publication, plan, manifest, recorded)
             descriptor = publication.descriptor
             if reading is not None:
                 reading.add(plan.tensors, manifest, None, staging)
@@ -167,7 +184,8 @@ class Writer:
             filled = yield from self._fill(plan, manifest, descriptor, None, staging, reading)
             sums: tuple[TensorSum, ...] = ()
             if self._run.request.verify:
-                sums = self.verify(plan, manifest, descriptor, None, plan.written_bytes)
+                shown = _shown_by_store(staging, recorded)
+                sums = self.verify(plan, manifest, descriptor, None, plan.written_bytes, shown)
             self.seal(publication, manifest, sums)
             filled = filled._replace(store_copied_bytes=publication.store_copied_bytes)
         return self.finished(plan, begin, waited_seconds, [filled], together)
@@ -192,18 +210,26 @@ class Writer:
         return fill_file(plan, manifest, descriptor, span, self._limits, self._progress.moved, staging, ahead)
 
     def verify(
-        self, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span | None, size_bytes: int
+        self,
+        plan: RankPlan,
+        manifest: Manifest,
+        descriptor: int,
+        span: Span | None,
+        size_bytes: int,
+        shown: Shown | None = None,
     ) -> tuple[TensorSum, ...]:
         """Return the sums of the tensors in a filled `span`. Raises DamageError if they differ from their sources.
 
         Args:
             size_bytes: how many bytes of the target this process has written.
+            shown: how much of the target needs no look at its sources; None: nothing.
         """
+        from reshard_mpi.engine.checksums import NOTHING_SHOWN
         from reshard_mpi.runs.check_contents import sums_as_planned
 
         sync_and_drop_cache(descriptor)
         self._progress.synced(size_bytes)
-        return sums_as_planned(plan, manifest, span, self._limits, self._progress.read_back)
+        return sums_as_planned(plan, manifest, span, self._limits, self._progress.read_back, shown or NOTHING_SHOWN)
 
     def _reading(self) -> AbstractContextManager[SharedReading | None]:
         """Have what lies in an object store fetched before it is needed; None for files."""
@@ -231,15 +257,29 @@ class Writer:
         if any(is_transposed(group.tensor(0), self._limits) for group in plan.tensors.groups):
             publication.move_to_disk()
 
-    def _staged(self, publication: Publication, plan: RankPlan, manifest: Manifest) -> StagedParts | None:
-        """Begin to send a target that is written to an object store; None for a file, or one that is read again."""
+    def _recorded(self, plan: RankPlan, manifest: Manifest) -> list[RecordedTensor]:
+        """Return the tensors of a target that is verified by sums which their sources have in an object store."""
+        sums = self._plans.recorded_sums
+        return [] if sums is None else sums.tensors(plan.tensors, manifest)
+
+    def _staged(
+        self, publication: Publication, plan: RankPlan, manifest: Manifest, recorded: Sequence[RecordedTensor]
+    ) -> StagedParts | None:
+        """Begin to send a target that is written to an object store; None for a file.
+
+        Args:
+            recorded: tensors that need not be read where the store copies them, but to be summed by the format itself.
+        """
         if not is_object_path(self._run.request.target):
             return None
         from reshard_mpi.engine.source_ranges import copied_runs
         from reshard_mpi.journal.object_publication import ObjectPublication
+        from reshard_mpi.runs.recorded_sums import spans_of
 
         assert isinstance(publication, ObjectPublication)
-        return publication.stage(manifest, copied_runs(plan.tensors, manifest))
+        is_summed = self._run.request.crc or formats.info(self._run.format).sums_payloads
+        unread = () if is_summed or not recorded else spans_of(recorded)
+        return publication.stage(manifest, copied_runs(plan.tensors, manifest), unread)
 
     def seal(self, publication: Publication, manifest: Manifest, sums: Sequence[TensorSum]) -> None:
         """Finish a target, read its structure back, and put it in place."""

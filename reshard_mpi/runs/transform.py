@@ -15,7 +15,7 @@ return. Nothing is written before step 4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -98,7 +98,8 @@ def checked_plans(
     """Return this process's plans, and what all processes say about theirs.
 
     If the targets will be verified, they are planned only from shards that fit their own checksums: one that does not
-    is lost, and all is planned again without it.
+    is lost, and all is planned again without it. Shards in an object store whose tensors are all taken as they are
+    need not be read for that: the store tells the sums of what it copies, and these are compared then.
 
     Args:
         make: plans this process's targets, given what is known to be wrong with source shards.
@@ -116,12 +117,13 @@ def checked_plans(
         if not plans.run.request.verify:
             return plans, planned
         sizes = {rank: size for share in together(comm, plans.read_bytes) for rank, size in share.items()}
+        to_read = set[int]().union(*together(comm, plans.unrecorded_ranks))
         to_check = {rank: sizes[rank] for rank in sorted(sizes.keys() - checked)}
-        shares = together(comm, partial(_check_sources, plans, to_check, comm, memory, progress))
+        shares = together(comm, partial(_check_sources, plans, to_check, to_read, comm, memory, progress))
         if not any(shares):
             together(comm, partial(_check_committed, plans, comm, memory, progress))
             return plans, planned
-        checked |= sizes.keys()
+        checked |= to_read & sizes.keys()
         damage = damage | {rank: error for errors in shares for rank, error in errors.items()}
 
 
@@ -169,12 +171,18 @@ def _agreeing(
 
 
 def _check_sources(
-    plans: TargetPlans, sizes: Mapping[int, int], comm: Comm, memory: RunMemory, progress: Progress
+    plans: TargetPlans,
+    sizes: Mapping[int, int],
+    to_read: Collection[int],
+    comm: Comm,
+    memory: RunMemory,
+    progress: Progress,
 ) -> dict[int, ReshardError]:
     """Return, by rank, the errors of this process's share of the source shards that do not fit their own sums (step 2).
 
     Args:
         sizes: of all shards to check, in bytes by rank.
+        to_read: the ranks whose tensors are summed; of others, all else is checked.
     """
     from reshard_mpi.runs.check_contents import Summing, damage_of
 
@@ -186,10 +194,12 @@ def _check_sources(
         memory.reserve_for_copying(peak_bytes, f"checking {plans.run.request.source}")
 
     mine = dict(list(sizes.items())[comm.rank :: comm.size])
-    progress.begin(ProgressStage("checking sources", sum(sizes.values()), len(sizes), "shard"), sum(mine.values()))
+    all_bytes, own_bytes = (sum(of[rank] for rank in of if rank in to_read) for of in (sizes, mine))
+    progress.begin(ProgressStage("checking sources", all_bytes, len(sizes), "shard"), own_bytes)
     errors: dict[int, ReshardError] = {}
     for rank, size_bytes in mine.items():
-        error = damage_of(source, rank, size_bytes, conversion.limits, before_sums, progress)
+        is_read = rank in to_read
+        error = damage_of(source, rank, size_bytes, conversion.limits, before_sums, progress, is_read=is_read)
         if error is not None:
             errors[rank] = error
         progress.completed()

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from support.examples import few
 
 from reshard_mpi.engine import checksums as engine_sums
-from reshard_mpi.engine.checksums import PartSum, sum_of_whole, sum_of_zeros
+from reshard_mpi.engine.checksums import (
+    ContiguousPart,
+    PartSum,
+    crc_of_contiguous,
+    sum_of_contiguous,
+    sum_of_whole,
+    sum_of_zeros,
+)
 from reshard_mpi.sharding.box import Box
 
 
@@ -57,6 +64,27 @@ def test_a_part_is_the_whole_with_zeros_elsewhere(cut: tuple[np.ndarray, list[Bo
         place = tuple(slice(a, b) for a, b in zip(part.start, part.stop))
         alone[place] = whole[place]
         assert sum_of_part(whole, part) == zlib.crc32(alone.tobytes())
+
+
+@given(cut_tensors())
+def test_the_sum_of_a_contiguous_part_and_the_crc_of_its_bytes(cut: tuple[np.ndarray, list[Box]]) -> None:
+    whole, parts = cut
+    numbers = np.arange(whole.size).reshape(whole.shape)
+    for part in parts:
+        place = tuple(slice(a, b) for a, b in zip(part.start, part.stop))
+        held = numbers[place].ravel()
+        contiguous = ContiguousPart.of(part, whole.shape, whole.itemsize)
+        assert (contiguous is not None) == bool(held[-1] - held[0] == held.size - 1)
+        if contiguous is not None:
+            crc = zlib.crc32(whole[place].tobytes())
+            assert crc_of_contiguous(sum_of_part(whole, part), contiguous) == crc
+            assert sum_of_contiguous(crc, contiguous) == sum_of_part(whole, part)
+
+
+@pytest.mark.parametrize("behind", [0, 1, (1 << 32) - 1, 1 << 32, (1 << 40) + 7, (1 << 61) + 3])
+def test_the_crc_of_a_part_with_much_behind_it(behind: int) -> None:
+    contiguous = ContiguousPart(5, behind, 5 + behind)
+    assert crc_of_contiguous(sum_of_contiguous(zlib.crc32(b"bytes"), contiguous), contiguous) == zlib.crc32(b"bytes")
 
 
 @pytest.mark.slow

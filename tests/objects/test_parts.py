@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from hashlib import md5
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -21,8 +22,8 @@ from reshard_mpi.filesystem.object_parts import CopiedRun, PlannedPart, plan_par
 from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState
 from reshard_mpi.filesystem.object_uploads import FilePart, SentPart
 from reshard_mpi.filesystem.source_files import SourceFile
-from reshard_mpi.journal import object_publication
-from reshard_mpi.journal.object_publication import StagedParts
+from reshard_mpi.journal import staged_parts as module
+from reshard_mpi.journal.staged_parts import StagedParts
 from reshard_mpi.journal.target_records import sample_of
 
 PAGE = 4096
@@ -32,6 +33,7 @@ class Sent:
     """Stands for an upload: takes parts, and copies them. fails: the number of the part that is refused."""
 
     place = ObjectPlace("bucket", "target")
+    has_crc = True
 
     def __init__(self, source: bytes = b"", fails: int | None = None) -> None:
         self.made: dict[int, bytes] = {}
@@ -74,14 +76,16 @@ def staged_parts(
     part_pages: int,
     runs: Sequence[CopiedRun] = (),
     there: Callable[[Sequence[PlannedPart]], Sequence[SentPart]] = lambda _: (),
+    **options: Any,
 ) -> StagedParts:
     """Return the parts of a file, each of so many pages. there: by the plan, those that the store has already."""
+    options = {"is_streamed": True, **options}
     planned = partial(plan_parts, least=PAGE, sent=part_pages * PAGE, copied=part_pages * PAGE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(object_publication, "plan_parts", planned)
-        patch.setattr(object_publication, "wants_uniform_parts", lambda: False)
-        patch.setattr(object_publication, "_state_of", lambda _: ObjectState("tag", 1 << 40, 0))
-        parts = StagedParts(descriptor, lambda plan, _: (upload, there(plan)), payloads, runs)  # type: ignore[return-value]
+        patch.setattr(module, "plan_parts", planned)
+        patch.setattr(module, "wants_uniform_parts", lambda: False)
+        patch.setattr(module, "_state_of", lambda _: ObjectState("tag", 1 << 40, 0))
+        parts = StagedParts(descriptor, lambda plan, _: (upload, there(plan)), payloads, runs, **options)  # type: ignore[return-value]
         parts._copying.shutdown(wait=True)
         return parts
 
@@ -139,7 +143,7 @@ def test_parts_are_made_once_and_whole(data: st.DataObject, size_bytes: int, par
             for number, (start, end) in enumerate(data.draw(st.permutations(pieces))):
                 for offset, length in parts.missing_in(start, end - start):
                     os.pwrite(descriptor, content[offset : offset + length], offset)
-                unsent = (each for each, elsewhere in zip(parts._missing, parts._is_elsewhere) if not elsewhere)
+                unsent = (each for each, elsewhere in zip(parts._missing, parts._is_left_out) if not elsewhere)
                 if number == 0 and any(unsent) and data.draw(st.booleans()):
                     with pytest.raises(TransformError, match="not filled"):
                         parts.finish()
@@ -149,7 +153,7 @@ def test_parts_are_made_once_and_whole(data: st.DataObject, size_bytes: int, par
         assert sample_of(SourceFile("target", descriptor)) == expected
     assert b"".join(upload.made[part.number] for part in sent) == content
     assert [part.number for part in sent] == list(range(1, len(sent) + 1)) == sorted(upload.made)
-    assert upload.most_under_way <= object_publication._UNDER_WAY
+    assert upload.most_under_way <= module._UNDER_WAY
     inside = {byte for start, end in payloads for byte in range(start, end)}
     assert all(kept[byte] == content[byte] for byte in range(size_bytes) if byte not in inside)
 
@@ -187,6 +191,9 @@ class Unfaithful(Sent):
         return [self._told.get(part.number, part) for part in super().parts()]
 
 
+_WAYS = st.tuples(st.booleans(), st.sampled_from(["CRC", "MD5", "NOTHING", "OTHER", "SHORTER"]))
+
+
 @many(100)
 @given(data=st.data(), pages=st.integers(1, 40), part_pages=st.integers(1, 9))
 def test_copied_parts_of_a_whole_file_are_the_ones_that_lie_there(
@@ -194,12 +201,11 @@ def test_copied_parts_of_a_whole_file_are_the_ones_that_lie_there(
 ) -> None:
     content = os.urandom(pages * PAGE)
     runs = [CopiedRun(start, end - start, "s3:/bucket/source", start) for start, end in data.draw(spans(len(content)))]
-    way = st.tuples(st.booleans(), st.sampled_from(["CRC", "MD5", "NOTHING", "OTHER", "SHORTER"]))
-    ways = data.draw(st.lists(way, min_size=2 * pages, max_size=2 * pages))
+    ways = data.draw(st.lists(_WAYS, min_size=2 * pages, max_size=2 * pages))
     upload = Unfaithful(content, ways)
     with (
         staged(content, []) as descriptor,
-        contextlib.closing(staged_parts(descriptor, upload, [], part_pages, runs)) as parts,
+        contextlib.closing(staged_parts(descriptor, upload, [], part_pages, runs, is_streamed=False)) as parts,
     ):
         sent = parts.finish()
         faithful = [
@@ -209,6 +215,60 @@ def test_copied_parts_of_a_whole_file_are_the_ones_that_lie_there(
         ]
         assert parts.copied_bytes == sum(faithful)
     assert b"".join(upload.made[part.number] for part in sent) == content
+
+
+@many(100)
+@given(data=st.data(), pages=st.integers(1, 40), part_pages=st.integers(1, 9))
+def test_what_has_a_known_sum_need_not_lie_in_a_whole_file(data: st.DataObject, pages: int, part_pages: int) -> None:
+    """Nor be read, but where the store has copied other bytes, or does not tell."""
+    content, payloads = os.urandom(pages * PAGE), [(0, pages * PAGE)]
+    runs = [CopiedRun(start, end - start, "s3:/bucket/source", start) for start, end in data.draw(spans(len(content)))]
+    known = data.draw(spans(len(content)))
+    ways = data.draw(st.lists(_WAYS, min_size=2 * pages, max_size=2 * pages))
+    upload, fetched = Unfaithful(content, ways), list[tuple[int, int]]()
+
+    def read(_: ObjectPlace, __: ObjectState, offset: int, buffer: memoryview) -> None:
+        fetched.append((offset, offset + len(buffer)))
+        buffer[:] = content[offset : offset + len(buffer)]
+
+    with pytest.MonkeyPatch.context() as patch, staged(content, payloads) as descriptor:
+        patch.setattr(module, "read_range", read)
+        patch.setattr(module, "_state_of", lambda _: ObjectState("tag", 1 << 40, 0))
+        parts = staged_parts(descriptor, upload, payloads, part_pages, runs, is_streamed=False, recorded=known)
+        with contextlib.closing(parts):
+            unread = [
+                (part, way)
+                for part, way in zip(parts._planned, ways)
+                if part.path and any(a <= part.start and part.start + part.length_bytes <= b for a, b in known)
+            ]
+            for offset, length in parts.missing_in(*payloads[0]):
+                os.pwrite(descriptor, content[offset : offset + length], offset)
+            for start, end in known:
+                if parts.crc_of(start, end) != crc32(content[start:end]):
+                    parts.fetch(start, end)
+                assert parts.crc_of(start, end) == crc32(content[start:end])
+            sent = parts.finish()
+            wrong = [(p.start, p.start + p.length_bytes) for p, way in unread if way != (True, "CRC")]
+            assert all(any(a <= start and end <= b for a, b in known) for start, end in fetched)
+            assert {*wrong} <= {*fetched}
+            assert bool(wrong) == bool(fetched)
+            lying = [os.pread(descriptor, end - start, start) for start, end in parts.copied_spans]
+            assert all(len(data) == end - start for data, (start, end) in zip(lying, parts.copied_spans))
+    assert b"".join(upload.made[part.number] for part in sent) == content
+
+
+def test_what_a_format_appends_when_it_seals_a_file_is_sent() -> None:
+    content = os.urandom(9 * PAGE)
+    for end, rest in ((8 * PAGE, []), (9 * PAGE, [b"sum"])):  # behind a part that is sent; behind one that is copied
+        upload = Sent(content)
+        runs = [CopiedRun(4 * PAGE, end - 4 * PAGE, "s3:/bucket/source", 4 * PAGE)]
+        with staged(content, []) as descriptor:
+            parts = staged_parts(descriptor, upload, [], 4, runs, is_streamed=False)
+            os.pwrite(descriptor, b"sum", len(content))
+            with contextlib.closing(parts):
+                sent = parts.finish()
+        assert b"".join(upload.made[part.number] for part in sent) == content + b"sum"
+        assert not rest or upload.made[len(sent)] == b"sum"
 
 
 def sample_of_bytes(content: bytes) -> str:

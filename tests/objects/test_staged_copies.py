@@ -34,7 +34,7 @@ from support.oracle import RawLayout
 
 from reshard_mpi.filesystem import object_uploads
 from reshard_mpi.filesystem.object_parts import CopiedRun, PlannedPart, plan_parts
-from reshard_mpi.journal import object_publication
+from reshard_mpi.journal import staged_parts
 
 MIB = 1 << 20
 _RANKS = 3
@@ -222,7 +222,7 @@ def test_runs_that_are_too_short_to_be_copied_are_not_kept(
         kept.append(len(runs))
         return plan_parts(size_bytes, runs, **named)
 
-    monkeypatch.setattr(object_publication, "plan_parts", counted)
+    monkeypatch.setattr(staged_parts, "plan_parts", counted)
     source, target = (Side(ranks, 1, {"w": RawLayout((ranks,), (-1, 0))}) for ranks in (1, 2))
     tensors = {"w": np.arange(1 << 20, dtype=np.int32).reshape(16, 1 << 16)}
     c = write_conversion(tmp_path, "safetensors", source, target, tensors)

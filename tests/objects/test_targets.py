@@ -18,7 +18,7 @@ from support.object_servers import Bucket, objects, upload, uploads
 from support.oracle import RawLayout
 
 from reshard_mpi.filesystem.object_parts import LEAST_PART_BYTES, plan_parts
-from reshard_mpi.journal import object_publication
+from reshard_mpi.journal import staged_parts
 
 # What a run is to be given for targets of each format, by a name for that.
 FORMS = {
@@ -135,7 +135,7 @@ def mixed(folder: Path, to: str) -> Conversion:
 @pytest.fixture
 def least_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts are as short as a store takes them."""
-    monkeypatch.setattr(object_publication, "plan_parts", partial(plan_parts, sent=LEAST_PART_BYTES))
+    monkeypatch.setattr(staged_parts, "plan_parts", partial(plan_parts, sent=LEAST_PART_BYTES))
 
 
 MIXED = [

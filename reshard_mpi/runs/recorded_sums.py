@@ -1,0 +1,152 @@
+"""Hold targets in an object store against the sums that runs have recorded of their sources (`RecordedSums`).
+
+What a store copies inside itself need not be read then: it tells the CRC-32 of what it has copied. A target tensor is
+known that is made of whole tensors of shards, one behind another, each of which has a sum in the record of its run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard_mpi.checkpoints.shard_files import ShardFiles
+from reshard_mpi.engine.checksums import ContiguousPart, Span, crc_of_contiguous, sum_of_contiguous
+from reshard_mpi.errors import ShardError
+from reshard_mpi.formats.locations import ByteRange, ByteRanges, paths_of
+from reshard_mpi.formats.manifest import Manifest, TensorSpec
+from reshard_mpi.journal.record_finder import RecordFinder, fits_record
+from reshard_mpi.planning.rank_plan import Copy, TensorPlan
+from reshard_mpi.sharding.box import Box
+
+if TYPE_CHECKING:
+    from reshard_mpi.journal.staged_parts import StagedParts
+
+
+class RecordedTensor(NamedTuple):
+    """A tensor of a target whose bytes are known by their sum."""
+
+    spec: TensorSpec
+    start: int  # its first byte in the file
+    crc: int  # the CRC-32 of its bytes
+    sources: tuple[str, ...]  # the paths of the shards that it is made of
+
+    @property
+    def span(self) -> Span:
+        return self.start, self.start + self.spec.size_bytes
+
+    @property
+    def value(self) -> int:
+        """Its sum, as records have it."""
+        place = ContiguousPart.of(self.spec.box, self.spec.global_shape, self.spec.dtype.itemsize_bytes)
+        assert place is not None
+        return sum_of_contiguous(self.crc, place)
+
+
+class RecordedSums:
+    """The sums that records have of the tensors in source shards. Records are read when they are needed."""
+
+    def __init__(self, files: ShardFiles) -> None:
+        self._files = files
+        self._finder = RecordFinder()
+        self._crcs: dict[str, dict[ByteRange, int]] = {}  # by path
+
+    def tensors(self, planned: Iterable[TensorPlan], target: Manifest) -> list[RecordedTensor]:
+        """Return the tensors of a target whose sums are known, in the order of the file."""
+        recorded = []
+        for tensor in planned:
+            source, crc = target.tensors[tensor.spec.name].source, self.crc_of(tensor)
+            if (
+                crc is not None
+                and tensor.spec.size_bytes
+                and isinstance(source, ByteRanges)
+                and len(source.ranges) == 1
+            ):
+                paths = (path for copy in tensor.copies for path in paths_of(copy.source.source))
+                recorded.append(
+                    RecordedTensor(tensor.spec, source.ranges[0].offset_bytes, crc, tuple(dict.fromkeys(paths)))
+                )
+        return sorted(recorded, key=lambda tensor: tensor.start)
+
+    def crc_of(self, tensor: TensorPlan) -> int | None:
+        """Return the CRC-32 of the bytes of a target tensor; None if it is not known from records."""
+        from zlib_ng.zlib_ng import crc32_combine
+
+        if ContiguousPart.of(tensor.spec.box, tensor.spec.global_shape, tensor.spec.dtype.itemsize_bytes) is None:
+            return None
+        whole_crc = 0
+        for copy in sorted(tensor.copies, key=lambda copy: tensor.spec.box.offset_of(copy.target_region)):
+            crc = self._crc_of_copy(copy, tensor.spec.box)
+            if crc is None:
+                return None
+            whole_crc = crc32_combine(whole_crc, crc, copy.size_bytes)
+        return whole_crc
+
+    def _crc_of_copy(self, copy: Copy, target: Box) -> int | None:
+        """Return the CRC-32 of what a copy takes, if that is a whole tensor of a shard, and one run of the target."""
+        stored = copy.source.stored
+        if not copy.source.is_as_stored or stored is None or len(stored.ranges) != 1 or copy.region != copy.source_box:
+            return None
+        if copy.strides(target).run_length != copy.region.size:
+            return None
+        place = stored.ranges[0]
+        if place.path not in self._crcs:
+            self._crcs[place.path] = self._recorded(place.path, copy.source_rank)
+        return self._crcs[place.path].get(place)
+
+    def _recorded(self, path: str, rank: int) -> dict[ByteRange, int]:
+        """Return the CRC-32 of the tensors of a file, by their places, as far as its record has sums of them."""
+        found = self._finder.find(path, rank)
+        if found is None or found.record is None or not found.record.sums:
+            return {}
+        shard, crcs = self._files.locate(path), dict[ByteRange, int]()
+        for recorded in found.record.sums:
+            entry = shard.tensors.get(recorded.name)
+            if entry is None or not fits_record(recorded, entry):
+                return {}
+            place = ContiguousPart.of(recorded.box, recorded.global_shape, entry.dtype.itemsize_bytes)
+            stored = entry.stored
+            if entry.is_as_stored and stored is not None and len(stored.ranges) == 1 and place is not None:
+                crcs[stored.ranges[0]] = crc_of_contiguous(recorded.value, place)
+        return crcs
+
+
+def spans_of(tensors: Sequence[RecordedTensor]) -> list[Span]:
+    """Return the spans of a file that tensors (ascending) fill, those that follow one another without a gap as one."""
+    return [(group[0].start, group[-1].span[1]) for group in _groups(tensors)]
+
+
+def require_as_recorded(tensors: Sequence[RecordedTensor], staged: StagedParts) -> None:
+    """Raise ShardError for the first tensor of a filled target that has not the recorded sum.
+
+    What the store has copied is fetched and looked at where its sum is another one: it may have copied other bytes.
+    """
+    from zlib_ng.zlib_ng import crc32_combine
+
+    for group in _groups(tensors):
+        start, end = group[0].start, group[-1].span[1]
+        expected = 0
+        for tensor in group:
+            expected = crc32_combine(expected, tensor.crc, tensor.spec.size_bytes)
+        if staged.crc_of(start, end) == expected:
+            continue
+        staged.fetch(start, end)
+        for tensor in group:
+            crc = staged.crc_of(*tensor.span)
+            if crc != tensor.crc:
+                raise ShardError(
+                    f"the source of {tensor.spec.name!r} is not what was written",
+                    expected=f"the CRC-32 {tensor.crc:08x}, as the records of its shards say",
+                    got=f"{crc:08x}",
+                    where=", ".join(tensor.sources),
+                    remedy="restore what is damaged; reshard-mpi verify says which shard of the source that is",
+                )
+
+
+def _groups(tensors: Sequence[RecordedTensor]) -> list[list[RecordedTensor]]:
+    groups: list[list[RecordedTensor]] = []
+    for tensor in tensors:
+        if groups and groups[-1][-1].span[1] == tensor.start:
+            groups[-1].append(tensor)
+        else:
+            groups.append([tensor])
+    return groups

@@ -1,0 +1,172 @@
+"""Verified targets in a store whose sources have recorded sums: what the store copies is not read, and yet proven.
+
+The store tells the CRC-32 of what it has copied, and the records of the source say what that should be.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.cases import Side
+from support.checkpoints import Arrays
+from support.command_line import done
+from support.conversions import Conversion, write_conversion
+from support.examples import few
+from support.fault_proxy import Operation, Request, before
+from support.object_servers import Bucket, download, forget, names, objects, put, upload, uploads
+from support.oracle import RawLayout
+
+MIB = 1 << 20
+_RANKS = 3
+_SLICE_BYTES = 6 * MIB
+# Headers, records, and the samples by which a copied checkpoint is known.
+_STRUCTURE_BYTES = 2 * MIB
+# The first slice is sent, with the header before it; see `test_staged_copies`.
+_COPIED_BYTES = (_RANKS - 1) * _SLICE_BYTES
+
+
+def rows(ranks: int, *names: str) -> Side:
+    return Side(ranks, 1, {name: RawLayout((ranks,), (0, -1)) for name in names or ("w",)})
+
+
+def large() -> Arrays:
+    shape = (_RANKS * _SLICE_BYTES >> 12, 1 << 10)
+    return {"w": np.random.default_rng(0).integers(0, 1 << 30, shape, np.int32)}
+
+
+def verified_source(folder: Path, bucket: Bucket, source: Side, target: Side, tensors: Arrays, to: str) -> Conversion:
+    """Return a conversion from a checkpoint in a store that was made with --verify, so that its records have sums."""
+    made = write_conversion(folder / "made", "safetensors", source, source, tensors)
+    made.done("transform", "--verify")
+    upload(made.dst, bucket / "src")
+    c = write_conversion(folder / "local", "safetensors", source, target, tensors, to=to)
+    return c.but(src=bucket / "src", dst=bucket / "out", options=(*c.options, "--verify"))
+
+
+def as_local(c: Conversion, folder: Path) -> None:
+    """Check that the target in the store is the one that the same command makes on the disk, with the same sums."""
+    local = c.but(src=download(str(c.src), folder / "copy"), dst=folder / "out")
+    local.done("transform")
+    found = objects(str(c.dst))
+    files = {
+        str(path.relative_to(local.dst)): path
+        for path in local.dst.rglob("*")
+        if path.is_file() and path.suffix != ".lock"
+    }
+    assert set(found) == set(files)
+    for name, path in files.items():
+        if ".reshard_mpi/rank_" in name:
+            assert json.loads(found[name])["sums"] == json.loads(path.read_text())["sums"]
+        elif not name.endswith(".json"):
+            assert found[name] == path.read_bytes()
+
+
+def moved(c: Conversion, bucket: Bucket, *options: str) -> tuple[int, int]:
+    """Run a conversion; return how many bytes were read of the store, and how many it has copied."""
+    report = c.folder / "report.json"
+    forget()
+    with before(bucket.server) as proxy:
+        finished = c.run("transform", "--report", str(report), *options)
+        assert finished.code == 0, finished
+    copied_bytes = sum(target["store_copied_bytes"] for target in json.loads(report.read_text())["targets"])
+    return proxy.received_bytes, copied_bytes
+
+
+@pytest.mark.parametrize("to", few(1, ["safetensors", "hdf5", "ckpt", "dcp"]))
+def test_what_has_recorded_sums_is_not_read(seaweedfs: Bucket, tmp_path: Path, to: str) -> None:
+    c = verified_source(tmp_path, seaweedfs, rows(_RANKS), rows(1), large(), to)
+    received_bytes, copied_bytes = moved(c, seaweedfs)
+    assert copied_bytes == _COPIED_BYTES
+    assert received_bytes < _SLICE_BYTES + _STRUCTURE_BYTES
+    as_local(c, tmp_path)
+    done("verify", str(c.dst))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("to", "is_recorded"), [("torch", True), ("torch", False), ("safetensors", False)])
+def test_what_is_copied_is_read_once(seaweedfs: Bucket, tmp_path: Path, to: str, is_recorded: bool) -> None:
+    """Where no sums are recorded, or for a format that keeps sums of its own."""
+    c = verified_source(tmp_path, seaweedfs, rows(_RANKS), rows(1), large(), to)
+    if not is_recorded:
+        for name in [name for name in names(str(c.src)) if not name.startswith("rank_")]:
+            put(str(c.src) + "/" + name, b"")
+    received_bytes, copied_bytes = moved(c, seaweedfs)
+    assert copied_bytes == _COPIED_BYTES
+    again_bytes = 0 if is_recorded else _SLICE_BYTES  # what is sent is read once more to compare it
+    assert received_bytes < _RANKS * _SLICE_BYTES + again_bytes + _STRUCTURE_BYTES
+
+
+@pytest.mark.parametrize("to", few(1, ["safetensors", "torch", "hdf5"]))
+def test_a_source_that_breaks_its_recorded_sums_is_refused(bucket: Bucket, tmp_path: Path, to: str) -> None:
+    """Its object was put anew since, of the same length, with one other byte that no sample has."""
+    c = verified_source(tmp_path, bucket, rows(_RANKS), rows(1), large(), to)
+    again = c.but(dst=bucket / "src_again", dst_strategy=c.src_strategy, options=("--verify",))
+    again.done("transform")
+    name = "rank_1/checkpoint_1.safetensors"
+    spoiled = bytearray(objects(str(again.dst))[name])
+    spoiled[_SLICE_BYTES // 2 + 4097] ^= 1
+    put(f"{again.dst}/{name}", bytes(spoiled))
+    forget()
+    finished = c.but(src=again.dst).run()
+    assert finished.code not in (0, 1), finished
+    assert finished.err.count("error:") == 1 and "'w'" in finished.err and "rank_1" in finished.err, finished
+    assert not [name for name in names(str(c.dst)) if name.startswith("rank_")]
+    assert not uploads(bucket)
+
+
+def shifted(request: Request) -> None:
+    """Have the store copy bytes of the source that lie elsewhere: neighbours, as many, and of the same object."""
+    assert request.range is not None
+    first, end = request.range
+    request.headers["x-amz-copy-source-range"] = f"bytes={first - 8}-{end - 9}"
+
+
+def test_a_part_that_has_not_the_recorded_sum_is_fetched_and_sent(seaweedfs: Bucket, tmp_path: Path) -> None:
+    c = verified_source(tmp_path, seaweedfs, rows(_RANKS), rows(1), large(), "safetensors")
+    report = tmp_path / "report.json"
+    forget()
+    with before(seaweedfs.server) as proxy:
+        proxy.spoil(shifted, when=Operation.COPY_PART, count=1)
+        finished = c.run("transform", "--report", str(report))
+    assert finished.code == 0, finished
+    assert json.loads(report.read_text())["targets"][0]["store_copied_bytes"] == _COPIED_BYTES - _SLICE_BYTES
+    as_local(c, tmp_path)
+
+
+MIXED: dict[str, tuple[RawLayout, RawLayout]] = {
+    "rows": (RawLayout((2, 2), (1, -1)), RawLayout((2,), (0, -1))),
+    "halves": (RawLayout((2, 2), (1, -1)), RawLayout((2,), (-1, 0))),
+    "columns": (RawLayout((2, 2), (-1, 0)), RawLayout((2,), (-1, 0))),
+    "same columns": (RawLayout((2, 2), (-1, 1)), RawLayout((2,), (-1, 0))),
+    "norm": (RawLayout((2, 2), (-1,)), RawLayout((2,), (-1,))),
+    "step": (RawLayout((2, 2), ()), RawLayout((2,), ())),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("to", "options"),
+    [
+        ("safetensors", ()),
+        ("hdf5", ("--dtype", "*columns*=bf16")),
+        ("ckpt", ("--exclude", "norm")),
+        ("torch", ()),
+        ("dcp", ("--exclude", "rows")),
+    ],
+)
+def test_tensors_of_all_kinds(seaweedfs: Bucket, tmp_path: Path, to: str, options: tuple[str, ...]) -> None:
+    """Some have recorded sums and are copied, or sent; others are turned, cut, cast, left out, or too short."""
+    rng = np.random.default_rng(1)
+    shapes: dict[str, Any] = dict.fromkeys(MIXED, (2048, 1536)) | {"norm": (7,), "step": ()}
+    tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    source = Side(4, 1, {name: layouts[0] for name, layouts in MIXED.items()})
+    target = Side(2, 1, {name: layouts[1] for name, layouts in MIXED.items()})
+    c = verified_source(tmp_path, seaweedfs, source, target, tensors, to)
+    c = c.but(options=(*c.options, *options))
+    moved(c, seaweedfs)
+    as_local(c, tmp_path)
+    done("verify", str(c.dst))
