@@ -1,4 +1,4 @@
-"""Send the parts of a file as they become complete, and have the store copy what it can (`StagedParts`).
+"""Send the parts of a file as they become complete, or have the store copy them (`StagedParts`).
 
 Parts whose bytes are all there are sent, and their payloads given back; the structure between them stays, so that it
 can be read once more. Of a file that is kept whole, parts are sent at the end, and the ones that the store has copied

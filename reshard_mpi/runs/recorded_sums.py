@@ -82,7 +82,7 @@ class RecordedSums:
         return whole_crc
 
     def _crc_of_copy(self, copy: Copy, target: Box) -> int | None:
-        """Return the CRC-32 of what a copy takes, if that is a whole tensor of a shard, and one run of the target."""
+        """Return the CRC-32 of a copy that takes a whole tensor of a shard, as one run of the target; None of others."""
         stored = copy.source.stored
         if not copy.source.is_as_stored or stored is None or len(stored.ranges) != 1 or copy.region != copy.source_box:
             return None
@@ -111,7 +111,7 @@ class RecordedSums:
 
 
 def spans_of(tensors: Sequence[RecordedTensor]) -> list[Span]:
-    """Return the spans of a file that tensors (ascending) fill, those that follow one another without a gap as one."""
+    """Return the spans of a file that tensors (ascending) fill; neighbours without a gap have one span."""
     return [(group[0].start, group[-1].span[1]) for group in _groups(tensors)]
 
 

@@ -102,7 +102,7 @@ T = TypeVar("T")
 
 
 def _shown_by_store(staged: StagedParts | None, recorded: Sequence[RecordedTensor]) -> Shown | None:
-    """Return what of a filled target needs no look at its sources: it has recorded sums, or those of copied parts.
+    """Return how much of a filled target needs no look at its sources: recorded sums, or copied parts, show it.
 
     Raises ShardError if a tensor has not the recorded sum.
     """
