@@ -26,13 +26,9 @@ class RecordedTensor(NamedTuple):
     """A tensor of a target whose bytes are known by their sum."""
 
     spec: TensorSpec
-    start: int  # its first byte in the file
+    spans: tuple[Span, ...]  # where it is in the file
     crc: int  # the CRC-32 of its bytes
     sources: tuple[str, ...]  # the paths of the shards that it is made of
-
-    @property
-    def span(self) -> Span:
-        return self.start, self.start + self.spec.size_bytes
 
     @property
     def value(self) -> int:
@@ -54,35 +50,27 @@ class RecordedSums:
         """Return the tensors of a target whose sums are known, in the order of the file."""
         recorded = []
         for tensor in planned:
-            source, crc = target.tensors[tensor.spec.name].source, self.crc_of(tensor)
-            if (
-                crc is not None
-                and tensor.spec.size_bytes
-                and isinstance(source, ByteRanges)
-                and len(source.ranges) == 1
-            ):
-                paths = (path for copy in tensor.copies for path in paths_of(copy.source.source))
-                recorded.append(
-                    RecordedTensor(tensor.spec, source.ranges[0].offset_bytes, crc, tuple(dict.fromkeys(paths)))
-                )
-        return sorted(recorded, key=lambda tensor: tensor.start)
+            crc = self.crc_of(tensor) if tensor.spec.size_bytes else None
+            if crc is not None:
+                written = target.tensors[tensor.spec.name].source
+                assert isinstance(written, ByteRanges)
+                spans = ((part.offset_bytes, part.offset_bytes + part.length_bytes) for part in written.ranges)
+                paths = dict.fromkeys(path for copy in tensor.copies for path in paths_of(copy.source.source))
+                recorded.append(RecordedTensor(tensor.spec, tuple(spans), crc, tuple(paths)))
+        return sorted(recorded, key=lambda tensor: tensor.spans)
 
     def crc_of(self, tensor: TensorPlan) -> int | None:
         """Return the CRC-32 of the bytes of a target tensor; None if it is not known from records."""
-        from zlib_ng.zlib_ng import crc32_combine
-
-        if ContiguousPart.of(tensor.spec.box, tensor.spec.global_shape, tensor.spec.dtype.itemsize_bytes) is None:
+        box = tensor.spec.box
+        if ContiguousPart.of(box, tensor.spec.global_shape, tensor.spec.dtype.itemsize_bytes) is None:
             return None
-        whole_crc = 0
-        for copy in sorted(tensor.copies, key=lambda copy: tensor.spec.box.offset_of(copy.target_region)):
-            crc = self._crc_of_copy(copy, tensor.spec.box)
-            if crc is None:
-                return None
-            whole_crc = crc32_combine(whole_crc, crc, copy.size_bytes)
-        return whole_crc
+        copies = sorted(tensor.copies, key=lambda copy: box.offset_of(copy.target_region))
+        crcs = [self._crc_of_copy(copy, box) for copy in copies]
+        known = [crc for crc in crcs if crc is not None]
+        return _joined(zip(known, (copy.size_bytes for copy in copies))) if len(known) == len(crcs) else None
 
     def _crc_of_copy(self, copy: Copy, target: Box) -> int | None:
-        """Return the CRC-32 of a copy that takes a whole tensor of a shard, as one run of the target; None of others."""
+        """Return the CRC-32 of a copy that is a whole tensor of a shard and one run of the target; None of others."""
         stored = copy.source.stored
         if not copy.source.is_as_stored or stored is None or len(stored.ranges) != 1 or copy.region != copy.source_box:
             return None
@@ -112,26 +100,28 @@ class RecordedSums:
 
 def spans_of(tensors: Sequence[RecordedTensor]) -> list[Span]:
     """Return the spans of a file that tensors (ascending) fill; neighbours without a gap have one span."""
-    return [(group[0].start, group[-1].span[1]) for group in _groups(tensors)]
+    spans: list[Span] = []
+    for start, end in (span for tensor in tensors for span in tensor.spans):
+        if spans and spans[-1][1] == start:
+            start = spans.pop()[0]
+        spans.append((start, end))
+    return spans
 
 
 def require_as_recorded(tensors: Sequence[RecordedTensor], staged: StagedParts) -> None:
     """Raise ShardError for the first tensor of a filled target that has not the recorded sum.
 
-    What the store has copied is fetched and looked at where its sum is another one: it may have copied other bytes.
+    Neighbours are looked at together, since a part that the store has copied may hold several tensors. It is fetched
+    and looked at where its sum is another one: the store may have copied other bytes.
     """
-    from zlib_ng.zlib_ng import crc32_combine
-
-    for group in _groups(tensors):
-        start, end = group[0].start, group[-1].span[1]
-        expected = 0
-        for tensor in group:
-            expected = crc32_combine(expected, tensor.crc, tensor.spec.size_bytes)
-        if staged.crc_of(start, end) == expected:
+    for group in _neighbours(tensors):
+        expected = _joined((tensor.crc, tensor.spec.size_bytes) for tensor in group)
+        if _crc_in(staged, spans_of(group)) == expected:
             continue
-        staged.fetch(start, end)
+        for span in spans_of(group):
+            staged.fetch(*span)
         for tensor in group:
-            crc = staged.crc_of(*tensor.span)
+            crc = _crc_in(staged, tensor.spans)
             if crc != tensor.crc:
                 raise ShardError(
                     f"the source of {tensor.spec.name!r} is not what was written",
@@ -142,11 +132,26 @@ def require_as_recorded(tensors: Sequence[RecordedTensor], staged: StagedParts) 
                 )
 
 
-def _groups(tensors: Sequence[RecordedTensor]) -> list[list[RecordedTensor]]:
+def _neighbours(tensors: Sequence[RecordedTensor]) -> list[list[RecordedTensor]]:
+    """Return tensors in groups that have no gap in the file between one and the next."""
     groups: list[list[RecordedTensor]] = []
     for tensor in tensors:
-        if groups and groups[-1][-1].span[1] == tensor.start:
+        if groups and groups[-1][-1].spans[-1][1] == tensor.spans[0][0]:
             groups[-1].append(tensor)
         else:
             groups.append([tensor])
     return groups
+
+
+def _crc_in(staged: StagedParts, spans: Iterable[Span]) -> int:
+    return _joined((staged.crc_of(start, end), end - start) for start, end in spans)
+
+
+def _joined(pieces: Iterable[tuple[int, int]]) -> int:
+    """Return the CRC-32 of pieces that follow one another. pieces: the CRC-32 of each, and its length in bytes."""
+    from zlib_ng.zlib_ng import crc32_combine
+
+    crc = 0
+    for piece_crc, length_bytes in pieces:
+        crc = crc32_combine(crc, piece_crc, length_bytes)
+    return crc

@@ -285,8 +285,8 @@ class TargetPlans:
     @cached_property
     def recorded_sums(self) -> RecordedSums | None:
         """The sums that records have of sources in an object store, if targets there are verified by them."""
-        request = self.run.request
-        if not (request.verify and is_object_path(request.source) and is_object_path(request.target)):
+        request, packs = self.run.request, formats.info(self.run.format).packs
+        if packs or not (request.verify and is_object_path(request.source) and is_object_path(request.target)):
             return None
         from reshard_mpi.runs.recorded_sums import RecordedSums
 

@@ -20,6 +20,8 @@ from support.fault_proxy import Operation, Request, before
 from support.object_servers import Bucket, download, forget, names, objects, put, upload, uploads
 from support.oracle import RawLayout
 
+from reshard_mpi.formats.ckpt import writer
+
 MIB = 1 << 20
 _RANKS = 3
 _SLICE_BYTES = 6 * MIB
@@ -116,6 +118,16 @@ def test_a_source_that_breaks_its_recorded_sums_is_refused(bucket: Bucket, tmp_p
     assert finished.err.count("error:") == 1 and "'w'" in finished.err and "rank_1" in finished.err, finished
     assert not [name for name in names(str(c.dst)) if name.startswith("rank_")]
     assert not uploads(bucket)
+
+
+def test_a_tensor_in_several_pieces(seaweedfs: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large one of a `.ckpt` has headers within: parts that are copied end there."""
+    monkeypatch.setattr(writer, "CUT_BYTES", 11 * MIB)
+    c = verified_source(tmp_path, seaweedfs, rows(_RANKS), rows(1), large(), "ckpt")
+    received_bytes, copied_bytes = moved(c, seaweedfs)
+    assert 0 < copied_bytes < _COPIED_BYTES
+    assert received_bytes < _RANKS * _SLICE_BYTES - copied_bytes + _STRUCTURE_BYTES
+    as_local(c, tmp_path)
 
 
 def shifted(request: Request) -> None:
