@@ -35,6 +35,10 @@ class NestedTensors(NamedTuple):
         homes = [begin for begin in begins if all(f"{begin}{name}" in self.names for name in parameters)]
         return [home for home in homes if home or home_of(parameters, self.paths) == ""]
 
+    def has_whole(self, parameters: Collection[str]) -> bool:
+        """Tell whether names in an optimizer are whole names of tensors, wherever these lie."""
+        return self.names.issuperset(parameters)
+
 
 def home_of(names: Collection[str], paths: Iterable[str]) -> str:
     """Return what names begin with in the innermost dictionary that has all of some tensors."""
@@ -62,7 +66,7 @@ def require_homes(
         tensors = [name for name in source.names if name.startswith(of_source.path)]
         if not own.parameters or (tensors and used.isdisjoint(tensors)):
             continue
-        if of_source.form is Form.NUMBERS and target.names >= own.parameters.keys():
+        if of_source.form is Form.NUMBERS and target.has_whole(own.parameters):
             continue  # its names may be whole
         shared = [group for group in groups if any(own.parameters.keys() & each.parameters for each, _ in group)]
         groups = [group for group in groups if group not in shared]
@@ -94,7 +98,9 @@ def _has_lost_its_model(
     """
     own, of_source = pair
     homes, before = target.homes_of(own.parameters), source.homes_of(of_source.parameters)
-    if not homes and (before or of_source.form is Form.NUMBERS):
+    # Behind a wrapper (`module.w` in a dictionary, `w` in the optimizer) names go by no dictionary, and are not whole.
+    become_whole = target.has_whole(own.parameters) and not source.has_whole(of_source.parameters)
+    if not homes and (before or become_whole or of_source.form is Form.NUMBERS):
         return True
     return is_shared and any(
         len(own.parameters) != len(of_source.parameters)

@@ -273,6 +273,20 @@ def test_a_dictionary_that_does_not_go_along_leaves_names_of_none(tmp_path: Path
     assert loaded == {"net": {"w": 1.0, "b": 2.0}, "optim": plain(filled(optimizer))}
 
 
+@pytest.mark.parametrize("key", ["module", "net"])
+def test_names_that_lack_a_wrapper_do_not_become_whole_names(tmp_path: Path, key: str) -> None:
+    """The tensors of `module` stay in that dictionary, without the wrapper that they had before their names."""
+    optimizer: Any = {"state": {}, "param_groups": [{"params": [*"wb"]}]}  # by SGD
+    torch_peer.save(tmp_path / "x.pt", filled({key: {"module.w": 1.0, "module.b": 2.0}, "optim": optimizer}))
+    maps = [f"{key}.module.{{p*}} <=> {key}.{{p*}}", f"{key}.w <=> {key}.v"]
+    how: dict[str, Any] = {"to": "torch", "forward": True, "overwrite": True}
+    with pytest.raises(MapError, match="would be those of no dictionary"):
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map=maps, **how)
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map=maps[0], **how)
+    loaded = plain(torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt"))
+    assert loaded == {key: {"w": 1.0, "b": 2.0}, "optim": optimizer}
+
+
 @pytest.mark.parametrize("trained", ["wb", "w"])
 @pytest.mark.parametrize("equation", ["w <=> v", "{p*} <=> net.{p*}"])
 def test_a_model_at_the_root_and_one_below_a_key_whose_optimizers_have_the_same_names(
