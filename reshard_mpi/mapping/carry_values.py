@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.nest.entries import BY_GROUP, entries_of, lists_by_group, pairs_of
 from reshard_mpi.formats.nest.nodes import decoded, parsed, written
+from reshard_mpi.mapping.made_parameters import MadeParameter, by_both_names
 from reshard_mpi.mapping.move_dictionaries import has_below, moved, new_names_of
 from reshard_mpi.mapping.numbered_state import Training
 from reshard_mpi.mapping.optimizers import (
@@ -21,9 +22,7 @@ from reshard_mpi.mapping.optimizers import (
     STATE_KEY,
     Form,
     Key,
-    MadeParameter,
     Optimizer,
-    by_both_names,
     optimizers_of,
     put,
     settings_in,

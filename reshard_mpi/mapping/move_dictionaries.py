@@ -13,7 +13,8 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from reshard_mpi.formats.nest.entries import entries_of, pairs_of, parts_in
-from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, MadeParameter, Optimizer
+from reshard_mpi.mapping.made_parameters import MadeParameter
+from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Optimizer
 
 
 class _MovedPart(NamedTuple):

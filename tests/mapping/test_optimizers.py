@@ -385,8 +385,8 @@ def spoiled(change: str) -> dict[str, Any]:
 
 def test_a_forged_nest_with_two_optimizers_under_one_key_is_no_traceback() -> None:
     from reshard_mpi.mapping.apply_to_file import carried_into, renamed
+    from reshard_mpi.mapping.made_parameters import MadeParameter
     from reshard_mpi.mapping.numbered_state import training_in
-    from reshard_mpi.mapping.optimizers import MadeParameter
 
     optimizer = (
         '["optimizer",{"dict":[["state",{"dict":[[0,{"dict":[]}]]}],["param_groups",[{"dict":[["params",[0]]]}]]]}]'
