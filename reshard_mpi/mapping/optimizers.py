@@ -28,6 +28,7 @@ class Form(Enum):
     """What an optimizer of a nest calls its parameters by."""
 
     NUMBERS = "numbers"
+    NAMED_NUMBERS = "numbers beside names, of parameters without state"
     NAMES = "names"
     FLAT = "flat"
     UNKNOWN = "numbers that may be any parameters'"
@@ -110,6 +111,9 @@ def _grouped(path: str, node: Any, training: Training) -> Optimizer:
         # torch's distributed checkpoints have numbers as text.
         name_of = {key: name for number, name in training.parameters.items() for key in (number, str(number))}
         form = Form.NUMBERS
+    elif any(members) and not name_of and not entries_of(value_of(node, STATE_KEY)):
+        name_of = _named_beside(groups)
+        form = Form.NAMED_NUMBERS
     if any(key not in name_of for keys in members for key in keys):
         form, name_of, members = Form.UNKNOWN, {}, []
     parameters = {name_of[key]: place for place, keys in enumerate(members) for key in keys}
@@ -120,6 +124,15 @@ def _grouped(path: str, node: Any, training: Training) -> Optimizer:
             name = name_of.get(entry[0], entry[0])
             states[name], keys[name] = entry[1], entry[0]
     return Optimizer(path, form, groups, parameters, states, {} if form is Form.NAMES else keys)
+
+
+def _named_beside(groups: Sequence[Any]) -> dict[Key, str]:
+    """Return the names that groups say beside the numbers of their parameters, by number; nothing if one is twice."""
+    told = [(value_of(group, _PARAMETERS), value_of(group, _PARAMETER_NAMES)) for group in groups]
+    lists = [(keys, names) for keys, names in told if isinstance(names, list) and len(names) == len(keys)]
+    pairs = [(key, name) for keys, names in lists for key, name in zip(keys, names) if isinstance(name, str)]
+    name_of: dict[Key, str] = dict(pairs)
+    return name_of if len({*name_of.values()}) == len(pairs) else {}
 
 
 def _is_read(entry: list[Any]) -> bool:

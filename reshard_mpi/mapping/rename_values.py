@@ -369,7 +369,7 @@ def _renamed(optimizer: Optimizer, made: Sequence[MadeParameter], gone: Containe
     for key, state in optimizer.states.items():
         for new in new_names[key] if key in optimizer.parameters else [key]:
             states.setdefault(new, state)
-    if optimizer.form is Form.NUMBERS:
+    if optimizer.form in (Form.NUMBERS, Form.NAMED_NUMBERS):
         states = states or dict[Key, Any](dict.fromkeys(parameters, NOTHING))  # torch takes groups by places without
         optimizer = optimizer._replace(form=Form.NAMES, keys={})
     elif optimizer.form is Form.FLAT and [*parameters] != [*optimizer.parameters]:

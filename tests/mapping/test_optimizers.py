@@ -596,6 +596,24 @@ def test_parameters_of_two_groups_may_be_in_one_equation(tmp_path: Path, is_like
     assert [group["param_names" if is_like else "params"] for group in groups] == [["d.w"], ["d.b"]]
 
 
+def test_an_optimizer_without_state_beside_another_one_goes_by_the_names_in_its_groups(tmp_path: Path) -> None:
+    """As one with SGD for some of the parameters; only that with state tells whose its numbers are."""
+    source = training()
+    (group,) = source["optimizer"]["param_groups"]
+    state = source["optimizer"]["state"]
+    first = {"state": {}, "param_groups": [{**group, "params": [0, 1], "param_names": ["q", "k"]}]}
+    second = {
+        "state": {0: state[2], 1: state[3]},
+        "param_groups": [{**group, "params": [0, 1], "param_names": ["bias", "out.weight"]}],
+    }
+    source |= {"optimizer": first, "second": second}
+    made = converted(tmp_path, source, "[[map]]\neq = 'model.q <=> model.z'\n")
+    (group_made,) = made["optimizer"]["param_groups"]
+    assert group_made["params"] == ["z", "k"] and "param_names" not in group_made
+    assert made["optimizer"]["state"] == {"z": {}, "k": {}}
+    assert [*made["second"]["state"]] == ["bias", "out.weight"]
+
+
 def test_joined_parameters_of_two_groups_are_refused(tmp_path: Path) -> None:
     source = training()
     (group,) = source["optimizer"]["param_groups"]
