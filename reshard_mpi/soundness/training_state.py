@@ -117,6 +117,7 @@ class StateOfParameters(NamedTuple):
         """Yield parameters without some of the state that others have, and the keys of that.
 
         Those are the others with any state of that optimizer; for one without any, its kin, if most of them have some.
+        A parameter that has other moments than most, and none of theirs, is another optimizer's.
         """
         usual = Counter(key for own in self.tensors.values() for key in own)
         most = {key for key, count in usual.items() if 2 * count > len(self.tensors)}
@@ -125,34 +126,40 @@ class StateOfParameters(NamedTuple):
             if kind_of(name) is TensorKind.MODEL:
                 kin[kin_of(name)].append(name)
         for members in kin.values():
-            having = [name for name in members if name in self.tensors]
+            having = Counter(key for name in members for key in self.tensors.get(name, ()))
+            count = sum(name in self.tensors for name in members)
+            of_kin = {key for key in having if 2 * having[key] > count}
             for name in members:
-                if name in self.tensors:
-                    of_kin = {key for key in most if any(key in self.tensors[other] for other in having)}
-                    lacking = sorted(of_kin - self.tensors[name].keys()) if len(having) > 1 else []
-                    lacking = lacking or sorted(key for key in most - self.tensors[name].keys() if _is_moment(key))
-                elif 2 * len(having) > len(members):
-                    lacking = sorted(most)
+                own = self.tensors.get(name, {}).keys()
+                moments = [key for key in own if _is_moment(key)]
+                if not own:
+                    lacking = of_kin if 2 * count > len(members) else set()
+                elif moments and most.isdisjoint(moments):
+                    own_optimizers = set(map(_optimizer_of, moments))
+                    lacking = {key for key in of_kin - own if _optimizer_of(key) in own_optimizers}
                 else:
-                    lacking = []
+                    lacking = {key for key in most - own if having[key]} if count > 1 else set()
+                    lacking = lacking or {key for key in most - own if _is_moment(key)}
                 if lacking:
-                    yield name, lacking
+                    yield name, sorted(lacking)
 
     def _other_steps(self, opened: AuditedCheckpoint, contents: Mapping[str, TensorContent]) -> Iterator[Finding]:
-        """Yield the steps of parameters that are not the step of most."""
+        """Yield the steps of parameters that are not the step of most that their optimizer has."""
         steps = dict(self.steps)
         for own in self.tensors.values():
             for name in own.values():
                 content = contents.get(name)
                 if kind_of(name) is TensorKind.STEP and content is not None and content.size == 1:
                     steps[name] = float(content.least if content.least is not None else float("nan"))
-        if not steps:
-            return
-        ((usual, _),) = Counter(steps.values()).most_common(1)
+        by_optimizer: defaultdict[str, dict[str, float]] = defaultdict(dict)
         for name, step in steps.items():
-            if step != usual:
-                detail = f"is {step:g}, and most of the others are {usual:g}"
-                yield Finding(FindingKind.STEP, name, *opened.place(name), detail)
+            by_optimizer[_optimizer_of(name)][name] = step
+        for of_one in by_optimizer.values():
+            ((usual, _),) = Counter(of_one.values()).most_common(1)
+            for name, step in of_one.items():
+                if step != usual:
+                    detail = f"is {step:g}, and most of the others are {usual:g}"
+                    yield Finding(FindingKind.STEP, name, *opened.place(name), detail)
 
 
 def differing_copies(
@@ -202,6 +209,11 @@ def _first_difference(
 
 def _is_moment(key: str) -> bool:
     return kind_of(key.replace("*", "w")) is TensorKind.MOMENT
+
+
+def _optimizer_of(name: str) -> str:
+    """Return the text of a name before `state`, by which optimizers are told apart; the name itself without that."""
+    return f".{name}".partition(f".{STATE_KEY}.")[0]
 
 
 def _owners(states: Collection[str], parameters: Sequence[str]) -> dict[str, tuple[str, str]]:

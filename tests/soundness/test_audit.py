@@ -271,6 +271,49 @@ def test_state_by_numbers_is_its_parameters(tmp_path: Path) -> None:
     assert audited(tmp_path / "values.pt") == {("step", "optimizer.state.1.step")}
 
 
+def two_optimizers(*, are_apart: bool, layers: int = 3) -> dict[str, Any]:
+    """Return a training whose matrices Muon trains, and Adam the vectors and the head, which has done more steps."""
+    random = np.random.default_rng(1)
+
+    def drawn(*shape: int) -> torch_peer.Tensor:
+        return torch_peer.tensor(
+            sample("", random.standard_normal(shape).astype(np.float32)), str(random.integers(1 << 30))
+        )
+
+    shapes = {f"layers.{layer}.{part}.w": (4, 3) for layer in range(layers) for part in ("q", "k")}
+    shapes |= {f"layers.{layer}.norm.w": (4,) for layer in range(layers)} | {"head.w": (5, 4)}
+    muon = {
+        name: {"step": 4, "momentum_buffer": drawn(*shape)} for name, shape in shapes.items() if ".norm." not in name
+    }
+    del muon["head.w"]
+    adam = {name: {"step": 9, "exp_avg": drawn(*shape)} for name, shape in shapes.items() if name not in muon}
+    optimizers = [{"state": state, "param_groups": [{"lr": 0.1, "params": [*state]}]} for state in (muon, adam)]
+    if not are_apart:
+        for state in (muon, adam):
+            for own in state.values():
+                own["step"] = 9
+        groups = [group for each in optimizers for group in each["param_groups"]]
+        optimizers = [{"state": muon | adam, "param_groups": groups}]
+    return {"model": {name: drawn(*shape) for name, shape in shapes.items()}, "optimizers": optimizers}
+
+
+@pytest.mark.parametrize("are_apart", [True, False])
+def test_parameters_of_two_optimizers_do_not_lack_state_of_the_other_one(tmp_path: Path, are_apart: bool) -> None:
+    training = two_optimizers(are_apart=are_apart)
+    torch_peer.save(tmp_path / "sound.pt", training)
+    assert audited(tmp_path / "sound.pt") == set()
+    muon, adam = (training["optimizers"][number]["state"] for number in (0, -1))
+    del muon["layers.1.q.w"]["momentum_buffer"], adam["layers.2.norm.w"]
+    torch_peer.save(tmp_path / "lacking.pt", training)
+    assert audited(tmp_path / "lacking.pt") == {("moments", "model.layers.1.q.w"), ("moments", "model.layers.2.norm.w")}
+    training = two_optimizers(are_apart=are_apart)
+    number = -1 if are_apart else 0
+    training["optimizers"][number]["state"]["head.w"]["step"] = 4
+    torch_peer.save(tmp_path / "steps.pt", training)
+    place = len(training["optimizers"]) - 1
+    assert audited(tmp_path / "steps.pt") == {("step", f"optimizers.{place}.state.head.w.step")}
+
+
 def test_names_of_mindspore_tell_whose_state_a_tensor_is(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     names = [f"net.layers.{layer}.weight" for layer in range(4)]
