@@ -104,7 +104,8 @@ def kind_of(name: str) -> TensorKind:
 def _is_state(parts: Sequence[str]) -> bool:
     if parts[0] in STATE_WORDS | COUNTS or parts[-1] in _SURE:
         return True
-    return next((word for word in parts if word in OF_MODEL or word in _SURE), None) in _SURE
+    words = _SURE | {STATE_KEY} if parts[-1] in COUNTS else _SURE  # an optimizer may have any key
+    return next((word for word in parts if word in OF_MODEL or word in words), None) in words
 
 
 def layer_of(name: str) -> int | None:

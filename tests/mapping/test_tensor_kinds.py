@@ -19,6 +19,7 @@ NAMES_OF_KIND = {
         "layer1.weight",
         "bn1.num_batches_tracked",
         "model.epoch",
+        "model.state.step",
         "state_dict.net.0.bias",
         "transformer/h/0/attn/w",
         ".".join("w" * 100),
@@ -56,6 +57,8 @@ NAMES_OF_KIND = {
         "scheduler.last_epoch",
         "args.iteration",
         "optimizer.param_groups.0.step",
+        "opt.state.fc.weight.step",
+        "train.opts.0.state.model.layers.0.w.step",
     ),
     TensorKind.OTHER: (
         "rng_state",
