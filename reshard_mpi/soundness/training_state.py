@@ -1,7 +1,8 @@
 """Hold an optimizer's state against its parameters (`StateOfParameters`): complete, of one step, the same weights.
 
 Names tell whose state a tensor is, in any framework's form; state by numbers, as torch has it, is told by the groups in
-the file. Whether a parameter is trained is not known, so one without any state is found only if its kin have some.
+the file. Whether a parameter is trained is known where groups name it; else one without any state is found only if its
+kin have some.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from reshard_mpi.engine.read import fill
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME, numbers
 from reshard_mpi.formats.manifest import NEST
-from reshard_mpi.formats.nest.nodes import NestError
+from reshard_mpi.formats.nest.nodes import NestError, parsed
 from reshard_mpi.formats.nest.plain_values import leaves, values_beside
-from reshard_mpi.mapping.numbered_state import Training, state_of, training_in
+from reshard_mpi.mapping.numbered_state import WRAPPERS, Training, state_of, training_in
+from reshard_mpi.mapping.optimizers import optimizers_of
 from reshard_mpi.mapping.state_owners import ends_of, parted_anywhere
 from reshard_mpi.mapping.tensor_kinds import STATE_KEY, TensorKind, kin_of, kind_of, parts_of
 from reshard_mpi.planning.rank_plan import Limits, TensorPlan, meeting
@@ -48,12 +50,13 @@ _BLOCK = 1 << 18
 class StateOfParameters(NamedTuple):
     """Tensors that an optimizer keeps, by the parameter that they belong to.
 
-    Example: `StateOfParameters({"model.w": {"optimizer.state.*.exp_avg": "optimizer.state.w.exp_avg"}}, {}, ())`.
+    Example: `StateOfParameters({"model.w": {"optimizer.state.*.exp_avg": "optimizer.state.w.exp_avg"}}, {})`.
     """
 
     tensors: Mapping[str, Mapping[str, str]]  # by parameter: names of its state, by the text around the parameter's
     steps: Mapping[str, float]  # counts of steps that are values, by the name that they have in the nest
-    notes: tuple[str, ...]  # for people: what could not be told
+    frozen: Collection[str] = ()  # the parameters that are in no group of an optimizer, where groups tell that
+    notes: tuple[str, ...] = ()  # for people: what could not be told
 
     @classmethod
     def of(cls, opened: AuditedCheckpoint) -> StateOfParameters:
@@ -64,7 +67,7 @@ class StateOfParameters(NamedTuple):
         nest = opened.plan.strings.get(NEST)
         steps = _steps_in(nest, shapes)
         if not states:
-            return cls({}, steps, ())
+            return cls({}, steps)
         training, notes = _training(opened, nest)
         parameters = [name for name, kind in kinds.items() if kind is TensorKind.MODEL]
         owner_of = _owners(states, parameters)
@@ -78,7 +81,9 @@ class StateOfParameters(NamedTuple):
                 owner, around = owner_of.get(name, (None, ""))
             if owner is not None:
                 tensors[owner][around] = name
-        return cls(tensors, steps, notes)
+        trained = _trained(nest, training, parameters)
+        frozen = frozenset(parameters).difference(trained) if trained >= tensors.keys() else ()
+        return cls(tensors, steps, frozen, notes)
 
     def findings(self, opened: AuditedCheckpoint, contents: Mapping[str, TensorContent]) -> Iterator[Finding]:
         """Yield parameters that lack state, state of another shape, and steps that differ.
@@ -133,7 +138,7 @@ class StateOfParameters(NamedTuple):
                 own = self.tensors.get(name, {}).keys()
                 moments = [key for key in own if _is_moment(key)]
                 if not own:
-                    lacking = of_kin if 2 * count > len(members) else set()
+                    lacking = of_kin if 2 * count > len(members) and name not in self.frozen else set()
                 elif moments and most.isdisjoint(moments):
                     own_optimizers = set(map(_optimizer_of, moments))
                     lacking = {key for key in of_kin - own if _optimizer_of(key) in own_optimizers}
@@ -250,6 +255,22 @@ def _training(opened: AuditedCheckpoint, nest: str | None) -> tuple[Training, tu
             f"whose state the optimizer's numbers are cannot be told, so it is not held against parameters: {error.got}"
         )
         return Training("", None, {}), (said,)
+
+
+def _trained(nest: str | None, training: Training, parameters: Collection[str]) -> set[str]:
+    """Return those parameters that are in groups of optimizers, by names or numbers; none if these cannot be read.
+
+    The model may be below a key, and a wrapper before all names in groups.
+    """
+    try:
+        optimizers = [] if nest is None else [each for _, each in optimizers_of(parsed(nest).root, training)]
+    except NestError:
+        return set()
+    names = {name for optimizer in optimizers for name in optimizer.parameters}
+    for name in [*names]:
+        first, _, rest = name.partition(".")
+        names |= {rest} if first in WRAPPERS and rest else set()
+    return {name for name in parameters if not names.isdisjoint((name, *ends_of(name)))}
 
 
 def _steps_in(nest: str | None, names: Collection[str]) -> dict[str, float]:

@@ -314,6 +314,21 @@ def test_parameters_of_two_optimizers_do_not_lack_state_of_the_other_one(tmp_pat
     assert audited(tmp_path / "steps.pt") == {("step", f"optimizers.{place}.state.head.w.step")}
 
 
+def test_parameters_in_no_group_of_the_optimizer_lack_no_state(tmp_path: Path) -> None:
+    """The lowest layer of four is frozen, as in many a fine-tuning."""
+    training = two_optimizers(are_apart=True, layers=4)
+    muon, adam = (each["state"] for each in training["optimizers"])
+    for state, name in ((muon, "layers.0.q.w"), (muon, "layers.0.k.w"), (adam, "layers.0.norm.w")):
+        del state[name]
+    torch_peer.save(tmp_path / "in_groups.pt", training)
+    lacking = {("moments", f"model.layers.0.{part}.w") for part in ("q", "k", "norm")}
+    assert audited(tmp_path / "in_groups.pt") == lacking
+    for optimizer in training["optimizers"]:
+        optimizer["param_groups"][0]["params"] = [*optimizer["state"]]
+    torch_peer.save(tmp_path / "frozen.pt", training)
+    assert audited(tmp_path / "frozen.pt") == set()
+
+
 def test_names_of_mindspore_tell_whose_state_a_tensor_is(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     names = [f"net.layers.{layer}.weight" for layer in range(4)]
