@@ -76,6 +76,7 @@ def applied_to_file(
     if not rules:
         training = NO_TRAINING
         if choice.leaves_out and source.nest is not None:
+            in_order(source.nest, (), source.path)  # refuses a text that is no nest
             with suppress(MapError):  # nothing tells whose state it is
                 training = training_in(source.nest, inventory, source.tied, source.path)
         optimizers = _optimizers(source, training) if choice.leaves_out else []

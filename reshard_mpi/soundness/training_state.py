@@ -264,7 +264,7 @@ def _trained(nest: str | None, training: Training, parameters: Collection[str]) 
     """
     try:
         optimizers = [] if nest is None else [each for _, each in optimizers_of(parsed(nest).root, training)]
-    except NestError:
+    except (ValueError, RecursionError, NestError):  # a text that is no nest
         return set()
     names = {name for optimizer in optimizers for name in optimizer.parameters}
     for name in [*names]:

@@ -271,6 +271,18 @@ def test_state_by_numbers_is_its_parameters(tmp_path: Path) -> None:
     assert audited(tmp_path / "values.pt") == {("step", "optimizer.state.1.step")}
 
 
+def test_what_lies_beside_tensors_is_looked_at(tmp_path: Path) -> None:
+    """A text that cannot be read any more says how tensors are nested; to leave some out, it has to be read."""
+    torch_peer.save(tmp_path / "x.pt", two_optimizers(are_apart=True))
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "made", to="safetensors")
+    path = tmp_path / "spoiled.safetensors"
+    content = (tmp_path / "made/rank_0/checkpoint_0.safetensors").read_bytes()
+    path.write_bytes(content.replace(rb"\"dict\"", rb"\"dict!!", 1))
+    assert path.read_bytes() != content and audited(path) == {("structure", "")}
+    complaint = refused("transform", path, tmp_path / "dst", "--exclude", "*.momentum_buffer")
+    assert "how the tensors of a file are nested cannot be read" in complaint
+
+
 def two_optimizers(*, are_apart: bool, layers: int = 3) -> dict[str, Any]:
     """Return a training whose matrices Muon trains, and Adam the vectors and the head, which has done more steps."""
     random = np.random.default_rng(1)
