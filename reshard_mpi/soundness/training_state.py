@@ -140,7 +140,7 @@ class StateOfParameters(NamedTuple):
                 if not own:
                     lacking = of_kin if 2 * count > len(members) and name not in self.frozen else set()
                 elif moments and most.isdisjoint(moments):
-                    own_optimizers = set(map(_optimizer_of, moments))
+                    own_optimizers = set(map(_optimizer_of, moments)) - {None}
                     lacking = {key for key in of_kin - own if _optimizer_of(key) in own_optimizers}
                 else:
                     lacking = {key for key in most - own if having[key]} if count > 1 else set()
@@ -158,7 +158,7 @@ class StateOfParameters(NamedTuple):
                     steps[name] = float(content.least if content.least is not None else float("nan"))
         by_optimizer: defaultdict[str, dict[str, float]] = defaultdict(dict)
         for name, step in steps.items():
-            by_optimizer[_optimizer_of(name)][name] = step
+            by_optimizer[_optimizer_of(name) or ""][name] = step
         for of_one in by_optimizer.values():
             ((usual, _),) = Counter(of_one.values()).most_common(1)
             for name, step in of_one.items():
@@ -216,9 +216,10 @@ def _is_moment(key: str) -> bool:
     return kind_of(key.replace("*", "w")) is TensorKind.MOMENT
 
 
-def _optimizer_of(name: str) -> str:
-    """Return the text of a name before `state`, by which optimizers are told apart; the name itself without that."""
-    return f".{name}".partition(f".{STATE_KEY}.")[0]
+def _optimizer_of(name: str) -> str | None:
+    """Return the text of a name before `state`, by which optimizers are told apart; None of a name without that."""
+    before, state, _ = f".{name}".partition(f".{STATE_KEY}.")
+    return before if state else None
 
 
 def _owners(states: Collection[str], parameters: Sequence[str]) -> dict[str, tuple[str, str]]:

@@ -357,6 +357,19 @@ def test_names_of_mindspore_tell_whose_state_a_tensor_is(tmp_path: Path) -> None
     assert audited(tmp_path / "spoiled") == expected
 
 
+def test_steps_of_an_optimizer_that_names_no_state(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    names = [f"layers.{layer}.w" for layer in range(3)]
+    made = {name: random.standard_normal((4, 3)).astype(np.float32) for name in names}
+    made |= {f"optimizer.{name}.exp_avg": random.standard_normal((4, 3)).astype(np.float32) for name in names}
+    made |= {f"optimizer.{name}.step": np.array(5, np.int32) for name in names}
+    write_ranks({0: made}, tmp_path / "sound")
+    assert audited(tmp_path / "sound") == set()
+    made[f"optimizer.{names[1]}.step"] = np.array(4, np.int32)
+    write_ranks({0: made}, tmp_path / "spoiled")
+    assert audited(tmp_path / "spoiled") == {("step", f"optimizer.{names[1]}.step")}
+
+
 @pytest.mark.parametrize("jobs", few(1, ["1", "2"]))
 def test_many_findings_fit_on_a_screen(jobs: str, tmp_path: Path) -> None:
     tensors = {f"layers.{layer}.{'x' * 3}\x1b[2J\u202e.w": np.zeros((3, 2), np.float32) for layer in range(60)}
