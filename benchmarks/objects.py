@@ -145,6 +145,7 @@ def measure(pairs: int, megabytes: int, kills: int, folder: Path | None) -> Figu
             figures: list[Figured] = []
             for step in (
                 lambda: _copied(at),
+                lambda: _verified(at),
                 lambda: _opened(at),
                 lambda: _quarters(at, megabytes),
                 lambda: _beside_aws(at, megabytes, pairs),
@@ -161,8 +162,10 @@ def _rows(network: Shapes, ranks: int, axis: int = 0) -> Strategy:
     return Strategy(ranks, 1, {name: (Placement((ranks,), cut),) for name in network})
 
 
-def _transform(made: Checkpoint, source: str, target: str, *options: str) -> list[str]:
-    strategies = ["--src-strategy", str(made.src_strategy), "--dst-strategy", str(made.dst_strategy)]
+def _transform(made: Checkpoint, source: str, target: str, *options: str, as_before: bool = False) -> list[str]:
+    """Return the command. as_before: whether targets are cut as the source is."""
+    dst_strategy = made.src_strategy if as_before else made.dst_strategy
+    strategies = ["--src-strategy", str(made.src_strategy), "--dst-strategy", str(dst_strategy)]
     words = [sys.executable, "-m", "reshard_mpi", "transform", source, target, *strategies, *options]
     return [*words, "--progress", "none", "--jobs", "1"]
 
@@ -170,8 +173,7 @@ def _transform(made: Checkpoint, source: str, target: str, *options: str) -> lis
 def _copied(at: _Place) -> Iterator[Figured]:
     """Reshard 8 ranks into 4 inside the store, each tensor cut along rows: slices that the store can copy."""
     for kind in ("safetensors", "hdf5", "ckpt"):
-        network: Shapes = {f"w{number}": (8 * mib * 256, 1024) for number, mib in enumerate(_LONG_MIB)}
-        made = generate(at.folder, network, Resharding("8 -> 4", _rows(network, 8), _rows(network, 4)), kind)
+        made = _long_slices(at, kind)
         source = at.sent(made)
         at.proxy.forget()
         measure_commands([_transform(made, source, at.bucket / "dst")])
@@ -185,6 +187,29 @@ def _copied(at: _Place) -> Iterator[Figured]:
             f"{at.proxy.sent_bytes / MIB:.1f} MiB, and {at.proxy.received_bytes / MIB:.1f} received; {copies} copies",
         )
         at.clear()
+
+
+def _long_slices(at: _Place, kind: str) -> Checkpoint:
+    """Make a checkpoint of 8 ranks for 4, cut along rows of 16 and 24 MiB a rank."""
+    network: Shapes = {f"w{number}": (8 * mib * 256, 1024) for number, mib in enumerate(_LONG_MIB)}
+    return generate(at.folder, network, Resharding("8 -> 4", _rows(network, 8), _rows(network, 4)), kind)
+
+
+def _verified(at: _Place) -> Iterator[Figured]:
+    """Reshard inside the store with --verify: a source without sums, and one whose records have them."""
+    made = _long_slices(at, "safetensors")
+    source, verified = at.sent(made), at.bucket / "verified"
+    measure_commands([_transform(made, source, verified, "--verify", as_before=True)])
+    for name, what, begin in (("read", "a source without sums", source), ("recorded", "of recorded sums", verified)):
+        at.proxy.forget()
+        measure_commands([_transform(made, begin, at.bucket / "dst", "--verify", "--overwrite")])
+        yield Figured(
+            f"objects.verify.{name}",
+            f"received by the client, --verify, {what}",
+            100 * at.proxy.received_bytes / made.size_bytes,
+            "% of the bytes",
+            note=f"8 -> 4 of {made.size_bytes / MIB:.0f} MiB, and {at.proxy.sent_bytes / MIB:.1f} MiB sent",
+        )
 
 
 def _opened(at: _Place) -> Iterator[Figured]:

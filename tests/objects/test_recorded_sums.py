@@ -120,6 +120,7 @@ def test_a_source_that_breaks_its_recorded_sums_is_refused(bucket: Bucket, tmp_p
     assert not uploads(bucket)
 
 
+@pytest.mark.slow
 def test_a_tensor_in_several_pieces(seaweedfs: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large one of a `.ckpt` has headers within: parts that are copied end there."""
     monkeypatch.setattr(writer, "CUT_BYTES", 11 * MIB)
@@ -137,6 +138,7 @@ def shifted(request: Request) -> None:
     request.headers["x-amz-copy-source-range"] = f"bytes={first - 8}-{end - 9}"
 
 
+@pytest.mark.slow
 def test_a_part_that_has_not_the_recorded_sum_is_fetched_and_sent(seaweedfs: Bucket, tmp_path: Path) -> None:
     c = verified_source(tmp_path, seaweedfs, rows(_RANKS), rows(1), large(), "safetensors")
     report = tmp_path / "report.json"
