@@ -189,6 +189,10 @@ class StagedParts:
         """Send all that has not been sent; return the parts. Raises TransformError if bytes have not come."""
         self._require_filled()
         self._append_rest()
+        if not self._is_streamed:  # they may be of a process that did not compare them
+            for number, part in list(self._sent.items()):
+                if not self._content(number).is_told_by(part.result()):
+                    del self._sent[number]
         self._send_all(number for number, part in enumerate(self._planned) if not part.path)
         copied = self._settle()
         self._send_all(number for number in self._copies if number not in copied)

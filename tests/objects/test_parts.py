@@ -203,9 +203,22 @@ def test_copied_parts_of_a_whole_file_are_the_ones_that_lie_there(
     runs = [CopiedRun(start, end - start, "s3:/bucket/source", start) for start, end in data.draw(spans(len(content)))]
     ways = data.draw(st.lists(_WAYS, min_size=2 * pages, max_size=2 * pages))
     upload = Unfaithful(content, ways)
+    earlier = data.draw(st.dictionaries(st.integers(1, 20), st.booleans(), max_size=3))
+
+    def there(plan: Sequence[PlannedPart]) -> list[SentPart]:
+        """Tell of parts that another process has sent: the same, or others that are as long."""
+        planned = [(number, plan[number - 1]) for number in earlier if number <= len(plan)]
+        return [
+            upload._taken(
+                number, content[p.start : p.start + p.length_bytes] if earlier[number] else bytes(p.length_bytes)
+            )
+            for number, p in planned
+            if not p.path
+        ]
+
     with (
         staged(content, []) as descriptor,
-        contextlib.closing(staged_parts(descriptor, upload, [], part_pages, runs, is_streamed=False)) as parts,
+        contextlib.closing(staged_parts(descriptor, upload, [], part_pages, runs, there, is_streamed=False)) as parts,
     ):
         sent = parts.finish()
         faithful = [
