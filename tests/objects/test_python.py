@@ -96,6 +96,7 @@ def test_what_calls_return_has_addresses_as_people_write_them(moto: Bucket, tmp_
     assert facts["shards"][0][0]["path"] == moto / "made/rank_0/checkpoint_0.safetensors"
 
 
+@pytest.mark.slow
 def test_a_call_asks_the_store_that_the_environment_names_by_then(
     moto: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.cases import Case, cases
 from support.checkpoints import write_ranks, write_shards, write_strategy
 from support.command_line import done, run_apart
 from support.conversions import shards
-from support.examples import few
+from support.examples import few, many
 from support.local_objects import LocalObjects, served
 from support.object_servers import Bucket, upload
 
@@ -67,7 +67,7 @@ RANGES = st.lists(
 )
 
 
-@settings(max_examples=200)
+@many(200)
 @given(RANGES, st.integers(1, 400), st.integers(0, 100), st.integers(1, 900))
 def test_blocks(ranges: list[tuple[str, int, int]], block: int, gap: int, foreseen: int) -> None:
     """They have all bytes of the ranges, are no longer than a block, and have no gap that is too long."""
@@ -91,7 +91,7 @@ def test_blocks(ranges: list[tuple[str, int, int]], block: int, gap: int, forese
         assert not left
 
 
-@settings(max_examples=100, deadline=None)
+@many(100)
 @given(RANGES, st.randoms(use_true_random=False), st.integers(20, 2000))
 def test_what_is_read_is_what_lies_there(
     ranges: list[tuple[str, int, int]], draw: random.Random, room_bytes: int
@@ -129,7 +129,7 @@ def read(file: ObjectFile, offset: int, length: int) -> bytes:
 
 
 @pytest.mark.parametrize("kind", few(1, ("safetensors", "ckpt")))
-@settings(max_examples=8, deadline=None)
+@many(8)
 @given(case=cases(max_ranks=6), sizes=st.tuples(*[st.integers(16, 400)] * 2), room_bytes=st.integers(100, 3000))
 def test_targets_are_those_of_files(kind: str, case: Case, sizes: tuple[int, int], room_bytes: int) -> None:
     """Whatever strategies cut, and joined by whatever way of moving bytes: with room for next to nothing, too."""
@@ -170,7 +170,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("way", few(2, WAYS))
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
 def test_no_more_is_fetched_than_is_needed(large: Path, tmp_path: Path, way: str) -> None:
     options, share = WAYS[way]
     words = [str(large / word) if word.endswith(".toml") else word for word in options]
@@ -182,7 +183,8 @@ def test_no_more_is_fetched_than_is_needed(large: Path, tmp_path: Path, way: str
     assert shards(tmp_path / "remote") == shards(tmp_path / "local")
 
 
-@pytest.mark.parametrize("cut", few(1, ("cut", "cut_by_columns")))
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", ("cut", "cut_by_columns"))
 def test_what_ranks_have_is_joined(large: Path, tmp_path: Path, cut: str) -> None:
     """All of them are read in turn, a part of each at a time; nothing is fetched twice."""
     strategy = large / ("rows.toml" if cut == "cut" else "columns.toml")
@@ -194,6 +196,7 @@ def test_what_ranks_have_is_joined(large: Path, tmp_path: Path, cut: str) -> Non
     done("diff", whole, source)
 
 
+@pytest.mark.slow
 def test_columns_of_an_open_checkpoint(large: Path) -> None:
     """Runs that lie apart are asked for at once, not one after another, and what lies far between them is not read."""
     with served(large) as local, reshard_mpi.open(local / "src") as checkpoint:

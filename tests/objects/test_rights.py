@@ -54,7 +54,8 @@ def assert_refused(finished: Finished, *words: str) -> None:
     assert all(re.search(rf"\b{word}\b", finished.err) for word in words), finished
 
 
-@pytest.mark.parametrize("options", few(1, [[], ["--verify"]]))
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--verify"]])
 def test_the_rights_of_the_page_are_enough(moto: Bucket, c: Conversion, options: list[str]) -> None:
     upload(c.src, moto / "src")
     for further in ([], ["--resume"], ["--overwrite"]):
@@ -113,7 +114,8 @@ def versions(bucket: Bucket) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("options", few(1, [[], ["--verify"]]))
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--verify"]])
 def test_a_bucket_that_keeps_versions(bucket: Bucket, c: Conversion, options: list[str]) -> None:
     client, name = bucket.server.client, bucket.name
     client.put_bucket_versioning(Bucket=name, VersioningConfiguration={"Status": "Enabled"})
@@ -125,7 +127,8 @@ def test_a_bucket_that_keeps_versions(bucket: Bucket, c: Conversion, options: li
     assert len(versions(bucket)[f"out/{_TARGETS[0]}"]) == 3
 
 
-@pytest.mark.parametrize("mode", few(1, ["COMPLIANCE", "GOVERNANCE"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["COMPLIANCE", "GOVERNANCE"])
 def test_a_bucket_whose_objects_are_locked(bucket: Bucket, c: Conversion, mode: str) -> None:
     """What is replaced or removed stays as a version; what is current is right."""
     upload(c.src, bucket / "src")

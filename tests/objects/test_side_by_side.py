@@ -12,6 +12,7 @@ import pytest
 from support.checkpoints import write_ranks
 from support.command_line import done, run_here
 from support.conversions import shards
+from support.examples import few
 from support.local_objects import LocalObjects, served
 
 from reshard_mpi.runs import target_plans, target_writer
@@ -36,7 +37,7 @@ def words(local: LocalObjects, *options: str) -> list[str]:
     return [local / "src", str(local.folder / "dst"), "--dst-strategy", str(local.folder / "columns.toml"), *options]
 
 
-@pytest.mark.parametrize("step", [0, 1, 3])
+@pytest.mark.parametrize("step", few(1, [0, 1, 3]))
 def test_a_target_that_fails_leaves_the_others_alone(
     local: LocalObjects, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
@@ -83,7 +84,7 @@ def test_a_signal_ends_all(local: LocalObjects, monkeypatch: pytest.MonkeyPatch)
     assert shards(local.folder / "dst") == shards(local.folder / "local")
 
 
-@pytest.mark.parametrize("most", [1, 3, 8])
+@pytest.mark.parametrize("most", few(1, [3, 1, 8]))
 def test_so_many_at_a_time(local: LocalObjects, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """All rows are read as often as there are groups."""
     monkeypatch.setattr(target_plans, "_MOST_SIDE_BY_SIDE", most)

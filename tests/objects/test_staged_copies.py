@@ -129,8 +129,9 @@ LIES: dict[str, Fault] = {
 }
 
 
-@pytest.mark.parametrize(("lie", "count"), few(1, [(lie, count) for count in (1, None) for lie in LIES]))
-@pytest.mark.parametrize(("to", "options"), few(1, [("safetensors", "--verify"), ("torch", "")]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("lie", "count"), [(lie, count) for count in (1, None) for lie in LIES])
+@pytest.mark.parametrize(("to", "options"), [("safetensors", "--verify"), ("torch", "")])
 def test_a_part_that_is_not_the_one_on_the_disk_is_sent(
     moto: Bucket, proxy: FaultProxy, tmp_path: Path, lie: str, count: int | None, to: str, options: str
 ) -> None:
@@ -212,6 +213,7 @@ def test_rights_that_copied_parts_need(moto: Bucket, tmp_path: Path, missing: st
     assert_as_local(c, moto)
 
 
+@pytest.mark.slow
 def test_runs_that_are_too_short_to_be_copied_are_not_kept(
     moto: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,7 +71,7 @@ def assert_whole(bucket: Bucket, c: Conversion) -> None:
         assert found[name] == (c.dst / name).read_bytes()
 
 
-@pytest.mark.parametrize("fault", [Break.LOST_ANSWER, NOT_IMPLEMENTED, ACCESS_DENIED])
+@pytest.mark.parametrize("fault", few(1, [Break.LOST_ANSWER, NOT_IMPLEMENTED, ACCESS_DENIED]))
 def test_nothing_stays_of_what_tells_whether_a_store_keeps_conditions(
     moto: Bucket, proxy: FaultProxy, c: Conversion, fault: object
 ) -> None:
@@ -80,7 +80,7 @@ def test_nothing_stays_of_what_tells_whether_a_store_keeps_conditions(
     assert not [name for name in names(moto / "out") if ".reshard_mpi/trial" in name]
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("overwrite", few(1, [False, True]))
 def test_a_store_that_keeps_no_conditions_is_refused(
     moto: Bucket, proxy: FaultProxy, c: Conversion, overwrite: bool
 ) -> None:
@@ -96,6 +96,7 @@ def test_a_store_that_keeps_no_conditions_is_refused(
     assert_whole(moto, c)
 
 
+@pytest.mark.slow
 def test_the_record_of_a_run_whose_answer_was_lost(moto: Bucket, proxy: FaultProxy, c: Conversion) -> None:
     is_record = lambda request: request.operation is Operation.PUT and request.key.endswith("run.json")  # noqa: E731
     proxy.spoil(Break.LOST_ANSWER, when=is_record)
@@ -103,6 +104,7 @@ def test_the_record_of_a_run_whose_answer_was_lost(moto: Bucket, proxy: FaultPro
     assert_whole(moto, c)
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_of_a_trial_is_removed(moto: Bucket, c: Conversion) -> None:
     trial = f"out/{_TARGETS[0]}.0123456789abcdef01234567.trial"
     put(moto / trial, b"trial")
@@ -115,6 +117,7 @@ def test_what_a_killed_process_left_of_a_trial_is_removed(moto: Bucket, c: Conve
     assert not uploads(moto)
 
 
+@pytest.mark.slow
 def test_a_trial_that_cannot_be_removed_is_told(moto: Bucket, proxy: FaultProxy, c: Conversion) -> None:
     proxy.spoil(ACCESS_DENIED, when=lambda request: request.operation is Operation.DELETE, count=None)
     finished = sent(c, moto / "out")
@@ -138,7 +141,7 @@ def copied(folder: Path, bucket: Bucket) -> Conversion:
 
 
 # A store that copies the whole source, nothing, that knows nothing of it, or lets nobody copy.
-@pytest.mark.parametrize("fault", few(2, [NO_COPIED_RANGES, NO_COPIES, NOT_IMPLEMENTED, ACCESS_DENIED]), ids=str)
+@pytest.mark.parametrize("fault", few(1, [NO_COPIED_RANGES, NO_COPIES, NOT_IMPLEMENTED, ACCESS_DENIED]), ids=str)
 def test_a_store_that_cannot_copy_ranges_is_sent_them(
     moto: Bucket, proxy: FaultProxy, tmp_path: Path, fault: Fault
 ) -> None:
@@ -166,6 +169,7 @@ def test_copies_that_fail(moto: Bucket, proxy: FaultProxy, tmp_path: Path, fault
     assert not uploads(moto)
 
 
+@pytest.mark.slow
 def test_a_commit_of_another_run_that_comes_late(moto: Bucket, proxy: FaultProxy, c: Conversion) -> None:
     """It was begun before this run replaced what it is about, and all was there yet when it looked again."""
     assert sent(c, moto / "out", "--to", "hdf5").code == 0
@@ -183,7 +187,7 @@ def test_a_commit_of_another_run_that_comes_late(moto: Bucket, proxy: FaultProxy
     assert objects(moto / "out/reshard.json")[""] != late
 
 
-@pytest.mark.parametrize("when", [Operation.CREATE_UPLOAD, Operation.PUT_PART])
+@pytest.mark.parametrize("when", few(1, [Operation.CREATE_UPLOAD, Operation.PUT_PART]))
 def test_another_run_that_begins_meanwhile(moto: Bucket, proxy: FaultProxy, c: Conversion, when: Operation) -> None:
     assert sent(c, moto / "out", "--to", "hdf5").code == 0
     other = objects(moto / "out/.reshard_mpi/run.json")[""]
@@ -198,7 +202,7 @@ def test_another_run_that_begins_meanwhile(moto: Bucket, proxy: FaultProxy, c: C
     assert not uploads(moto)
 
 
-@pytest.mark.parametrize("of_trial", [False, True])
+@pytest.mark.parametrize("of_trial", few(1, [False, True]))
 def test_an_upload_of_which_the_answer_was_lost(moto: Bucket, proxy: FaultProxy, c: Conversion, of_trial: bool) -> None:
     def is_meant(request: Request) -> bool:
         return request.operation is Operation.CREATE_UPLOAD and request.key.endswith(".trial") == of_trial

@@ -82,7 +82,7 @@ def form_of(folder: Path, name: str) -> Form:
     return Form(make(folder), FORMS[name])
 
 
-@pytest.mark.parametrize(("name", "further"), few(3, one_at_a_time(FORMS, ["", "--verify"])))
+@pytest.mark.parametrize(("name", "further"), few(1, one_at_a_time(FORMS, ["", "--verify"])))
 def test_objects_are_the_files_of_a_local_run(moto: Bucket, tmp_path: Path, name: str, further: str) -> None:
     form, options = form_of(tmp_path, name), further.split()
     local = form.local(*options)
@@ -157,8 +157,9 @@ MIXED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("least_parts")
-@pytest.mark.parametrize(("to", "options"), few(1, MIXED))
+@pytest.mark.parametrize(("to", "options"), MIXED)
 def test_targets_of_several_parts(bucket: Bucket, tmp_path: Path, to: str, options: str) -> None:
     c = mixed(tmp_path, to)
     if to in _WHOLE:
