@@ -47,8 +47,10 @@ def test_what_cannot_be_read_is_not_read_back(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
-def test_very_many_long_names(tmp_path: Path, name: str) -> None:
+def test_very_many_long_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    share = 10 if name in ("ckpt", "safetensors", "hf") else 1  # all else has bounds of its own, in its reader
+    monkeypatch.setattr(structure, "MAX_KEPT_BYTES", structure.MAX_KEPT_BYTES // share)
     module, path = formats.by_name(name), str(tmp_path / "net")
-    meant = reserve_file(module, path, spec_of(contents(45_000, 130)))
+    meant = reserve_file(module, path, spec_of(contents(45_000 // share, 130)))
     seal_file(module, path)
     module.read_back(meant)
