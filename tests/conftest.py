@@ -22,6 +22,7 @@ from types import CodeType, ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 from support import browser, fault_proxy, object_servers
 from support.conversions import Conversion, make
 from support.examples import DEEP, QUICK, WHOLE
@@ -92,7 +93,10 @@ def _is_quick(config: pytest.Config) -> bool:
 
 
 def _compile_new_checkout(config: pytest.Config) -> None:
-    """Compile all tests where nobody has yet: else each of the processes that test does, all at the same time."""
+    """Compile all tests where nobody has yet: else each of the processes that test does, all at the same time.
+
+    Hypothesis likewise looks through all characters once, and keeps what it finds.
+    """
     modules = sorted(Path(TESTS_FOLDER).rglob("test_*.py"))
     is_new = not any(Path(TESTS_FOLDER, "__pycache__").glob("test_*.pyc"))
     if is_new and config.option.numprocesses and not config.option.file_or_dir:
@@ -101,6 +105,7 @@ def _compile_new_checkout(config: pytest.Config) -> None:
             subprocess.Popen([*collecting, *half], cwd=config.rootpath, stdout=subprocess.DEVNULL)
             for half in (modules[::2], modules[1::2])
         ]
+        st.text().validate()
         for half in halves:
             half.wait()
 

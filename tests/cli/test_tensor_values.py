@@ -293,6 +293,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         assert measured.peak_rss_bytes < least + 60 * MIB
 
 
+@pytest.mark.slow
 def test_lists_load_no_numpy(one: Path) -> None:
     import sys
 

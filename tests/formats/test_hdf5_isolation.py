@@ -117,6 +117,7 @@ def test_memory(tmp_path: Path, pretend: None) -> None:
     assert caught.value.where.startswith(str(tmp_path / "grow.h5"))
 
 
+@pytest.mark.slow
 def test_death_while_elements_are_decoded(tmp_path: Path, pretend: None) -> None:
     path = make(tmp_path / "good.h5", chunks=(2,), compression="gzip")
     source = hdf5.locate(str(path)).tensors["w"].source

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from support import dcp_peer, deepspeed_peer, hdf5_peer, safetensors_peer, torch_peer
 from support.command_line import done
-from support.examples import few
 
 from reshard_mpi.testing.sample_tensors import SampleTensor
 
@@ -67,7 +66,8 @@ def require_equal(made: dict[str, SampleTensor], whole: dict[str, SampleTensor])
         assert (sample.dtype, sample.shape, sample.content) == (own.dtype, own.shape, own.content), name
 
 
-@pytest.mark.parametrize("name", few(1, SAMPLES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLES)
 def test_every_target(tmp_path: Path, name: str) -> None:
     save = unpacked(name, tmp_path / "unpacked")
     for to in ("torch", "dcp", "hdf5", "hf"):

@@ -75,7 +75,8 @@ def of_torch(folder: Path) -> dict[str, SampleTensor]:
     return {name: torch_peer.sample_of(name, tensor) for name, tensor in leaves(loaded)}
 
 
-@pytest.mark.parametrize("name", few(1, SAMPLES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLES)
 def test_every_target(tmp_path: Path, name: str) -> None:
     source = unpacked(name, tmp_path / "unpacked")
     for to in ("torch", "dcp", "hdf5", "hf"):

@@ -94,6 +94,7 @@ def test_so_many_at_a_time(local: LocalObjects, monkeypatch: pytest.MonkeyPatch,
     assert shards(local.folder / "dst") == shards(local.folder / "local")
 
 
+@pytest.mark.slow
 def test_as_many_as_memory_allows(local: LocalObjects, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The memory of all is reserved at once; with room for one of them they follow one another."""
 

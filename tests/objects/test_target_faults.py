@@ -141,7 +141,8 @@ def copied(folder: Path, bucket: Bucket) -> Conversion:
 
 
 # A store that copies the whole source, nothing, that knows nothing of it, or lets nobody copy.
-@pytest.mark.parametrize("fault", few(1, [NO_COPIED_RANGES, NO_COPIES, NOT_IMPLEMENTED, ACCESS_DENIED]), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [NO_COPIED_RANGES, NO_COPIES, NOT_IMPLEMENTED, ACCESS_DENIED], ids=str)
 def test_a_store_that_cannot_copy_ranges_is_sent_them(
     moto: Bucket, proxy: FaultProxy, tmp_path: Path, fault: Fault
 ) -> None:
@@ -202,7 +203,8 @@ def test_another_run_that_begins_meanwhile(moto: Bucket, proxy: FaultProxy, c: C
     assert not uploads(moto)
 
 
-@pytest.mark.parametrize("of_trial", few(1, [False, True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("of_trial", [False, True])
 def test_an_upload_of_which_the_answer_was_lost(moto: Bucket, proxy: FaultProxy, c: Conversion, of_trial: bool) -> None:
     def is_meant(request: Request) -> bool:
         return request.operation is Operation.CREATE_UPLOAD and request.key.endswith(".trial") == of_trial

@@ -143,6 +143,7 @@ def test_a_folder_in_the_place_of_a_target(moto: Bucket, c: Conversion) -> None:
     assert "not a folder" in at(c, moto / "one").refused("transform")
 
 
+@pytest.mark.slow
 def test_commands_on_targets(moto: Bucket, c: Conversion, tmp_path: Path) -> None:
     c.done("transform", "--verify")
     at(c, moto / "out").done("transform", "--verify")
