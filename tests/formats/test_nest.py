@@ -225,23 +225,33 @@ def test_a_very_long_list_is_left_out_and_named() -> None:
     assert shown(again) == shown(dictionary(w=Tensor(0), sampler=dictionary(at=3), short=short, list=[None, 1]))
 
 
+@pytest.fixture
+def tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A nest may hold a tenth of what it otherwise may, so that what is too large is made and tried soon."""
+    for name in ("MAX_CHARACTERS", "MAX_TENSORS", "MAX_VALUES"):
+        monkeypatch.setattr(flatten_tree, name, getattr(flatten_tree, name) // 10)
+    monkeypatch.setattr(flatten_tree, "_MOST_ITEMS", tuple(most // 10 for most in flatten_tree._MOST_ITEMS))
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("tenth")
 def test_many_long_lists_are_left_out_where_all_together_are_too_large() -> None:
-    root = dictionary(w=Tensor(0), short=[1, 2], **{f"x{number}": list(range(200_000)) for number in range(3)})
+    root = dictionary(w=Tensor(0), short=[1, 2], **{f"x{number}": list(range(20_000)) for number in range(3)})
     flattened, again = there_and_back(root)
-    assert flattened.left_out == tuple(f"x{number}: 200000 single values, more than 16384" for number in range(3))
+    assert flattened.left_out == tuple(f"x{number}: 20000 single values, more than 1638" for number in range(3))
     assert shown(again) == shown(dictionary(w=Tensor(0), short=[1, 2]))
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("tenth")
 def test_what_is_too_large_otherwise_is_refused_with_advice() -> None:
-    pairs = [(number, number) for number in range(300_000)]
+    pairs = [(number, number) for number in range(30_000)]
     with pytest.raises(nodes.NestError, match=r"too many|too much") as caught:
         flatten_tree.flatten(dictionary(w=Tensor(0), pairs=pairs), is_tensor)
     assert "save it without what is so large" in caught.value.remedy
-    tensors = [Tensor(number) for number in range(20_000)]
-    flattened = flatten_tree.flatten(dictionary(pairs=[*pairs[:150_000], list(range(100_000))], all=tensors), is_tensor)
-    assert len(flattened.tensors) == len(tensors) and "pairs.150000" in flattened.left_out[0]
+    tensors = [Tensor(number) for number in range(2_000)]
+    flattened = flatten_tree.flatten(dictionary(pairs=[*pairs[:15_000], list(range(10_000))], all=tensors), is_tensor)
+    assert len(flattened.tensors) == len(tensors) and "pairs.15000" in flattened.left_out[0]
 
 
 @pytest.mark.slow
