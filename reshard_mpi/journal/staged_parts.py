@@ -15,10 +15,11 @@ import tempfile
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from reshard_mpi.engine.open_files import sync_and_drop_cache
 from reshard_mpi.errors import StoreError, StoreUnreachableError, TransformError
 from reshard_mpi.filesystem import object_listing
 from reshard_mpi.filesystem.object_parts import MOST_PARTS, SENT_BYTES, CopiedRun, PlannedPart, plan_parts
@@ -122,7 +123,7 @@ class StagedParts:
     @property
     def copied_spans(self) -> list[Span]:
         """The parts that the store has copied as it was asked to, ascending; a whole file has the same bytes."""
-        parts = (self._planned[number] for number in self._settle())
+        parts = (self._planned[number] for number in sorted(self._settle()))
         return [(part.start, part.start + part.length_bytes) for part in parts]
 
     def close(self) -> None:
@@ -178,12 +179,11 @@ class StagedParts:
     def fetch(self, start: int, end: int) -> None:
         """Write what was left out of a span to the file; have it sent, where the store has copied other bytes."""
         copied = self._settle()
-        for number, _, _ in list(self._parts_within(start, end)):
-            if self._is_left_out[number]:
-                self._fetch(number, self._descriptor, self._planned[number].start)
-                self._is_left_out[number] = False
-                if not self._content(number).is_told_by(copied[number]):
-                    del copied[number]
+        left_out = [number for number, _, _ in self._parts_within(start, end) if self._is_left_out[number]]
+        self._fill_in(left_out)
+        for number in left_out:
+            if not self._content(number).is_told_by(copied[number]):
+                del copied[number]
 
     def finish(self) -> list[SentPart]:
         """Send all that has not been sent; return the parts. Raises TransformError if bytes have not come."""
@@ -261,6 +261,14 @@ class StagedParts:
             read_range(source, state, part.offset + done, buffer)
             write_all(descriptor, buffer, offset + done)
 
+    def _fill_in(self, numbers: Sequence[int]) -> None:
+        """Write parts to the file that were left out, down to the disk, from which they are compared and sent."""
+        for number in numbers:
+            self._fetch(number, self._descriptor, self._planned[number].start)
+            self._is_left_out[number] = False
+        if numbers:
+            sync_and_drop_cache(self._descriptor)
+
     def _copy(self, number: int) -> SentPart | None:
         """Have the store copy a part; return None where the store cannot."""
         part = self._planned[number]
@@ -275,17 +283,24 @@ class StagedParts:
     def _settle(self) -> dict[int, SentPart]:
         """Return the parts that the store has copied as it was asked to, by number, when it has copied all that it can.
 
-        Others are sent. What is left out of a file that is to be whole is fetched, where the store tells no sum of it.
+        Others are sent. What is left out of a file that is to be whole is fetched, where the store tells no CRC-32 of
+        it; it may tell an MD5, which is held against the file then.
         """
         if self._copied is None:
             copies = {number: copy.result() for number, copy in self._copies.items()}
             listed = {part.number - 1: part for part in self.upload.parts()} if any(copies.values()) else {}
-            as_asked = self._pool.map(lambda number: self._as_asked(number, copies[number], listed.get(number)), copies)
-            self._copied = {number: part for number, part in zip(copies, as_asked) if part is not None}
-            for number in copies.keys() - self._copied.keys() if not self._is_streamed else ():
-                if self._is_left_out[number]:
-                    self._fetch(number, self._descriptor, self._planned[number].start)
-                    self._is_left_out[number] = False
+
+            def as_asked(numbers: Collection[int]) -> dict[int, SentPart]:
+                parts = self._pool.map(
+                    lambda number: self._as_asked(number, copies[number], listed.get(number)), numbers
+                )
+                return {number: part for number, part in zip(numbers, parts) if part is not None}
+
+            self._copied = as_asked(copies)
+            if not self._is_streamed:
+                untold = [number for number in copies.keys() - self._copied.keys() if self._is_left_out[number]]
+                self._fill_in(untold)
+                self._copied |= as_asked(untold)
         return self._copied
 
     def _as_asked(self, number: int, copied: SentPart | None, listed: SentPart | None) -> SentPart | None:

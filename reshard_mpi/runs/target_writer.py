@@ -101,13 +101,11 @@ def fill_file(
 T = TypeVar("T")
 
 
-def _shown_by_store(staged: StagedParts | None, recorded: Sequence[RecordedTensor]) -> Shown | None:
+def _shown_by_store(staged: StagedParts, recorded: Sequence[RecordedTensor]) -> Shown:
     """Return how much of a filled target needs no look at its sources: recorded sums, or copied parts, show it.
 
     Raises ShardError if a tensor has not the recorded sum.
     """
-    if staged is None:
-        return None
     from reshard_mpi.engine.checksums import Shown
     from reshard_mpi.runs.recorded_sums import require_as_recorded
 
@@ -184,8 +182,7 @@ class Writer:
             filled = yield from self._fill(plan, manifest, descriptor, None, staging, reading)
             sums: tuple[TensorSum, ...] = ()
             if self._run.request.verify:
-                shown = _shown_by_store(staging, recorded)
-                sums = self.verify(plan, manifest, descriptor, None, plan.written_bytes, shown)
+                sums = self.verify(plan, manifest, descriptor, None, plan.written_bytes, staging, recorded)
             self.seal(publication, manifest, sums)
             filled = filled._replace(store_copied_bytes=publication.store_copied_bytes)
         return self.finished(plan, begin, waited_seconds, [filled], together)
@@ -216,20 +213,24 @@ class Writer:
         descriptor: int,
         span: Span | None,
         size_bytes: int,
-        shown: Shown | None = None,
+        staged: StagedParts | None = None,
+        recorded: Sequence[RecordedTensor] = (),
     ) -> tuple[TensorSum, ...]:
-        """Return the sums of the tensors in a filled `span`. Raises DamageError if they differ from their sources.
+        """Return the sums of the tensors in a filled `span`, as they lie on the disk.
 
         Args:
             size_bytes: how many bytes of the target this process has written.
-            shown: how much of the target needs no look at its sources; None: nothing.
+            staged: what a store has copied of it. recorded: its tensors that have recorded sums.
+
+        Raises DamageError if they differ from their sources, ShardError if one has not the recorded sum.
         """
         from reshard_mpi.engine.checksums import NOTHING_SHOWN
         from reshard_mpi.runs.check_contents import sums_as_planned
 
         sync_and_drop_cache(descriptor)
         self._progress.synced(size_bytes)
-        return sums_as_planned(plan, manifest, span, self._limits, self._progress.read_back, shown or NOTHING_SHOWN)
+        shown = NOTHING_SHOWN if staged is None else _shown_by_store(staged, recorded)
+        return sums_as_planned(plan, manifest, span, self._limits, self._progress.read_back, shown)
 
     def _reading(self) -> AbstractContextManager[SharedReading | None]:
         """Have what lies in an object store fetched before it is needed; None for files."""

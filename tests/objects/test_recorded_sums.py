@@ -6,6 +6,7 @@ The store tells the CRC-32 of what it has copied, and the records of the source 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from support.fault_proxy import Operation, Request, before
 from support.object_servers import Bucket, download, forget, names, objects, put, upload, uploads
 from support.oracle import RawLayout
 
+from reshard_mpi.engine.open_files import sync_and_drop_cache
 from reshard_mpi.formats.ckpt import writer
+from reshard_mpi.runs import target_writer
 
 MIB = 1 << 20
 _RANKS = 3
@@ -47,6 +50,12 @@ def verified_source(folder: Path, bucket: Bucket, source: Side, target: Side, te
     upload(made.dst, bucket / "src")
     c = write_conversion(folder / "local", "safetensors", source, target, tensors, to=to)
     return c.but(src=bucket / "src", dst=bucket / "out", options=(*c.options, "--verify"))
+
+
+def without_records(c: Conversion) -> None:
+    """Have a source be one of which no records are kept."""
+    for name in [name for name in names(str(c.src)) if not name.startswith("rank_")]:
+        put(f"{c.src}/{name}", b"")
 
 
 def as_local(c: Conversion, folder: Path) -> None:
@@ -94,8 +103,7 @@ def test_what_is_copied_is_read_once(seaweedfs: Bucket, tmp_path: Path, to: str,
     """Where no sums are recorded, or for a format that keeps sums of its own."""
     c = verified_source(tmp_path, seaweedfs, rows(_RANKS), rows(1), large(), to)
     if not is_recorded:
-        for name in [name for name in names(str(c.src)) if not name.startswith("rank_")]:
-            put(str(c.src) + "/" + name, b"")
+        without_records(c)
     received_bytes, copied_bytes = moved(c, seaweedfs)
     assert copied_bytes == _COPIED_BYTES
     again_bytes = 0 if is_recorded else _SLICE_BYTES  # what is sent is read once more to compare it
@@ -149,6 +157,35 @@ def test_a_part_that_has_not_the_recorded_sum_is_fetched_and_sent(seaweedfs: Buc
     assert finished.code == 0, finished
     assert json.loads(report.read_text())["targets"][0]["store_copied_bytes"] == _COPIED_BYTES - _SLICE_BYTES
     as_local(c, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_what_a_disk_has_lost_is_not_published(
+    seaweedfs: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_recorded: bool
+) -> None:
+    """What is compared with recorded sums, and with what the store has copied, is read from the disk, as what is sent.
+
+    One byte becomes another one there as soon as the target was filled: one that is sent, or, where no sums are
+    recorded, one of a part that the store copies.
+    """
+    c = verified_source(tmp_path, seaweedfs, rows(_RANKS), rows(1), large(), "safetensors")
+    if not is_recorded:
+        without_records(c)
+    lost = [_SLICE_BYTES // 2 if is_recorded else 2 * _SLICE_BYTES]
+
+    def spoiled(descriptor: int) -> None:
+        sync_and_drop_cache(descriptor)
+        while lost:
+            place = lost.pop()
+            os.pwrite(descriptor, bytes([os.pread(descriptor, 1, place)[0] ^ 1]), place)
+
+    monkeypatch.setattr(target_writer, "sync_and_drop_cache", spoiled)
+    forget()
+    finished = c.run()
+    assert not lost
+    assert finished.code not in (0, 1) and finished.err.count("error:") == 1, finished
+    assert not [name for name in names(str(c.dst)) if name.startswith("rank_")]
 
 
 MIXED: dict[str, tuple[RawLayout, RawLayout]] = {

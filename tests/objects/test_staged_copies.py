@@ -7,6 +7,7 @@ one, is sent from there.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,22 @@ def test_a_run_that_is_killed_between_copied_parts_is_resumed(
     assert sent(c, moto, "--resume") == _COPIED_BYTES - lie * _SLICE_BYTES
     assert proxy.counts[Operation.COPY_PART] == _RANKS - 2
     assert_as_local(c, moto)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["ckpt", "dcp"])
+def test_what_was_streamed_before_is_compared_too(moto: Bucket, proxy: FaultProxy, tmp_path: Path, to: str) -> None:
+    """A run without --verify gets other bytes than the source has, and is killed; --verify goes on with its upload."""
+    c = copied(tmp_path, moto, to).but(dst=moto / "out")
+    first = c.tensors["w"].tobytes()[:16]
+    other = Reword(re.escape(first), first[::-1].replace(b"\\", rb"\\"))
+    proxy.spoil(other, when=lambda request: request.operation is Operation.GET and "rank_0/" in request.key, count=None)
+    # The first upload that is completed is the one by which the store is tried.
+    kill_at(proxy, Operation.COMPLETE, [*COMMAND, *c.arguments("transform")], skip=1)
+    proxy.forget()
+    assert sent(c, moto, "--resume", "--verify") == _COPIED_BYTES
+    assert proxy.counts[Operation.PUT_PART] == 1 and proxy.counts[Operation.COPY_PART] == 0
+    assert_as_local(c.but(dst=tmp_path / "dst"), moto)
 
 
 def test_a_real_store_tells_the_sums_of_copied_parts_once_more(seaweedfs: Bucket, tmp_path: Path) -> None:
