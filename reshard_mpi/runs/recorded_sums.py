@@ -15,7 +15,7 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, paths_of
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.journal.record_finder import RecordFinder, fits_record
-from reshard_mpi.planning.rank_plan import Copy, TensorPlan
+from reshard_mpi.planning.rank_plan import Copy, RankPlan, TensorPlan
 from reshard_mpi.sharding.box import Box
 
 if TYPE_CHECKING:
@@ -58,6 +58,18 @@ class RecordedSums:
                 paths = dict.fromkeys(path for copy in tensor.copies for path in paths_of(copy.source.source))
                 recorded.append(RecordedTensor(tensor.spec, tuple(spans), crc, tuple(paths)))
         return sorted(recorded, key=lambda tensor: tensor.spans)
+
+    def unknown_ranks(self, plan: RankPlan) -> set[int]:
+        """Return the source ranks from which a target takes more than tensors whose sums are known.
+
+        Numbers that are computed for a map are in no tensor of the sources; with them, other tensors are unknown too.
+        """
+        ranks = set[int]()
+        for group in plan.tensors.groups:
+            tensors = (group.tensor(place) for place in range(len(group.names)))
+            if group.kind.size_bytes and any(self.crc_of(tensor) is None for tensor in tensors):
+                ranks.update(rank for route in group.routes for rank in route.joined_ranks or (route.source_rank,))
+        return ranks | {*plan.value_ranks} if ranks else ranks
 
     def crc_of(self, tensor: TensorPlan) -> int | None:
         """Return the CRC-32 of the bytes of a target tensor; None if it is not known from records."""

@@ -297,9 +297,7 @@ class TargetPlans:
         sums = self.recorded_sums
         if sums is None:
             return {rank for inputs in self.inputs.values() for rank in inputs.read_ranks}
-        tensors = (tensor for rank in self.inputs for tensor in self.plan(rank).tensors)
-        unknown = (tensor for tensor in tensors if tensor.spec.size_bytes and sums.crc_of(tensor) is None)
-        return {copy.source_rank for tensor in unknown for copy in tensor.copies}
+        return set[int]().union(*(sums.unknown_ranks(self.plan(rank)) for rank in self.inputs))
 
     def placed(self, stage: int) -> dict[int, dict[str, str]]:
         """Return what strategies place on target ranks of `stage` (see `RankPlan.placed`); of equal ranks, only one."""

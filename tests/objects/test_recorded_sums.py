@@ -21,6 +21,7 @@ from support.fault_proxy import Operation, Request, before
 from support.object_servers import Bucket, download, forget, names, objects, put, upload, uploads
 from support.oracle import RawLayout
 
+from reshard_mpi import formats
 from reshard_mpi.engine.open_files import sync_and_drop_cache
 from reshard_mpi.formats.ckpt import writer
 from reshard_mpi.runs import target_writer
@@ -137,6 +138,33 @@ def test_a_tensor_in_several_pieces(seaweedfs: Bucket, tmp_path: Path, monkeypat
     assert 0 < copied_bytes < _COPIED_BYTES
     assert received_bytes < _RANKS * _SLICE_BYTES - copied_bytes + _STRUCTURE_BYTES
     as_local(c, tmp_path)
+
+
+@pytest.mark.parametrize("option", few(1, ["sum", "mean"]))
+def test_all_ranks_whose_gradients_are_joined_are_held_against_their_sums(
+    moto: Bucket, tmp_path: Path, option: str
+) -> None:
+    """Also the ones from which nothing is taken by itself: both ranks hold all, and a target takes the first's."""
+    name, options = "accu_grads.w", ("--accumulated", option, "--verify")
+    source, target = (Side(ranks, 1, {"w": RawLayout((ranks,), (-1, -1))}) for ranks in (2, 1))
+    c = write_conversion(tmp_path, "safetensors", source, target, {"w": np.ones((8, 2), np.float32)})
+    for rank in range(2):
+        c.rewrite(rank, {name: np.full((8, 2), rank + 1, np.float32)})
+    made = c.but(dst=tmp_path / "made", dst_strategy=c.src_strategy)
+    made.done("transform", "--accumulated", "sum", "--verify")
+    shard = made.written(1)
+    contents = bytearray(shard.read_bytes())
+    entry = formats.by_name("safetensors").locate(str(shard)).tensors[name].stored
+    assert entry is not None
+    contents[entry.ranges[0].offset_bytes + 3] = 0x40  # of zeros one is 2.0 now
+    shard.write_bytes(contents)
+    upload(made.dst, moto / "src")
+    in_store = c.but(src=moto / "src", dst=moto / "out")
+    for each in (c.but(src=made.dst), in_store):
+        forget()
+        error = each.refused("transform", *options, code=3)
+        assert error.count("error:") == 1 and f"'{name}' is damaged" in error
+    assert not [found for found in names(str(in_store.dst)) if found.startswith("rank_")]
 
 
 def shifted(request: Request) -> None:
