@@ -6,7 +6,9 @@ known that is made of whole tensors of shards, one behind another, each of which
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.checkpoints.shard_files import ShardFiles
@@ -38,13 +40,36 @@ class RecordedTensor(NamedTuple):
         return sum_of_contiguous(self.crc, place)
 
 
+class _FileSums:
+    """The CRC-32 of tensors of a file by their places, in columns: there may be as many as in all of a checkpoint."""
+
+    def __init__(self, crcs: Mapping[ByteRange, int]) -> None:
+        places = sorted(crcs)
+        self._offsets = array("q", (place.offset_bytes for place in places))
+        self._lengths = array("q", (place.length_bytes for place in places))
+        self._crcs = array("I", map(crcs.__getitem__, places))
+
+    def of(self, place: ByteRange) -> int | None:
+        """Return the CRC-32 of a tensor; None if it is not known."""
+        for number in range(bisect_left(self._offsets, place.offset_bytes), len(self._offsets)):
+            if self._offsets[number] != place.offset_bytes:
+                break
+            if self._lengths[number] == place.length_bytes:
+                return self._crcs[number]
+        return None
+
+
 class RecordedSums:
     """The sums that records have of the tensors in source shards. Records are read when they are needed."""
 
     def __init__(self, files: ShardFiles) -> None:
         self._files = files
         self._finder = RecordFinder()
-        self._crcs: dict[str, dict[ByteRange, int]] = {}  # by path
+        self._sums: dict[str, _FileSums] = {}  # by path
+
+    def forget(self) -> None:
+        """Free what was read; it is read again when it is needed."""
+        self._sums.clear()
 
     def tensors(self, planned: Iterable[TensorPlan], target: Manifest) -> list[RecordedTensor]:
         """Return the tensors of a target whose sums are known, in the order of the file."""
@@ -89,9 +114,9 @@ class RecordedSums:
         if copy.strides(target).run_length != copy.region.size:
             return None
         place = stored.ranges[0]
-        if place.path not in self._crcs:
-            self._crcs[place.path] = self._recorded(place.path, copy.source_rank)
-        return self._crcs[place.path].get(place)
+        if place.path not in self._sums:
+            self._sums[place.path] = _FileSums(self._recorded(place.path, copy.source_rank))
+        return self._sums[place.path].of(place)
 
     def _recorded(self, path: str, rank: int) -> dict[ByteRange, int]:
         """Return the CRC-32 of the tensors of a file, by their places, as far as its record has sums of them."""

@@ -261,9 +261,11 @@ class TargetPlans:
             self._kept_bytes += plan.kept_bytes
 
     def forget(self) -> None:
-        """Free the plans; they are made again when they are needed."""
+        """Free the plans, and recorded sums; they are made and read again when they are needed."""
         self._kept.clear()
         self._kept_bytes = 0
+        if self.recorded_sums is not None:
+            self.recorded_sums.forget()
 
     @property
     def led_bytes(self) -> int:
