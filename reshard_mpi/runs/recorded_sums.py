@@ -165,7 +165,8 @@ def require_as_recorded(tensors: Sequence[RecordedTensor], staged: StagedParts) 
                     expected=f"the CRC-32 {tensor.crc:08x}, as the records of its shards say",
                     got=f"{crc:08x}",
                     where=", ".join(tensor.sources),
-                    remedy="restore what is damaged; reshard-mpi verify says which shard of the source that is",
+                    remedy="restore the shard of the source that reshard-mpi verify finds damaged; if it finds none,"
+                    " look for a failing disk or memory, and run the same command with --resume",
                 )
 
 
