@@ -350,6 +350,9 @@ def test_names_of_mindspore_tell_whose_state_a_tensor_is(tmp_path: Path) -> None
     made |= {"global_step": np.array(7, np.int32), "learning_rate": np.array(0.1, np.float32)}
     write_ranks({0: made}, tmp_path / "sound")
     assert audited(tmp_path / "sound") == set()
+    steps = {f"step.{name}": np.array(7 - (name == names[2]), np.int64) for name in names}
+    write_ranks({0: made | steps}, tmp_path / "steps")
+    assert audited(tmp_path / "steps") == {("step", f"step.{names[2]}")}
     del made[f"adam_v.{names[1]}"], made[f"adam_m.{names[2]}"], made[f"adam_v.{names[2]}"]
     made[f"adam_m.{names[3]}"] = made[f"adam_m.{names[3]}"].T.copy()
     write_ranks({0: made}, tmp_path / "spoiled")
