@@ -38,6 +38,8 @@ from reshard_mpi.text import shortened
 _NUMBER = re.compile(rf"(?:^|\.){STATE_KEY}\.([0-9]+)\.")
 # What names of a model's tensors begin with, where they do not stand alone.
 _MODELS = ("", "model.", "module.", "network.", "params.", "state_dict.")
+# Adafactor and CAME of MindSpore have `exp_avg_sq_row_fc.weight` for state of `fc.weight`.
+_JOINED_TO_NAME = re.compile("exp_avg_")
 # The numbers in a name, and what is behind them.
 _PLACE = re.compile(r"([0-9]+(?:\.[0-9]+)*)(.*)", re.DOTALL)
 
@@ -49,14 +51,17 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
         kept: the names of those that stay, and are neither left out nor state of another tensor by its whole name.
     """
     parameters_with_state = with_state(inventory)
+    joined = [name for name in kept if _JOINED_TO_NAME.match(name)]
     states = [name for name in kept if is_named_like_state(name) and name not in parameters_with_state]
-    if not states:
+    if not states and not joined:
         return
     shapes = {name: kind.shape for name, kind in inventory.items()}
     matches = [match for match in taken if not _is_left(match, shapes)]
     parameters = _byends_of_names(matches)
     others = [name for name in inventory if not is_named_like_state(name)]
     match_of = {name: match for match in matches for name in (*match.sources.values(), *match.equal)}
+    for name in joined:
+        _require_not_joined(name, match_of)
     ends = frozenset(end for name in others if name not in match_of for end in (name, *ends_of(name)))
     all_ends = frozenset(end for name in others for end in (name, *ends_of(name)))
     match_of_shape = {inventory[name].shape: match for name, match in match_of.items()}
@@ -92,6 +97,20 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
                     where=match.rule.where,
                     remedy="write equations for such state as for the parameters, or leave it out with --exclude",
                 )
+
+
+def _require_not_joined(name: str, match_of: Mapping[str, Match]) -> None:
+    """Raise MapError if a word for state is joined to the name of a parameter that an equation takes."""
+    for place in (place for place, character in enumerate(name) if character == "_"):
+        parameter = name[place + 1 :]
+        if parameter in match_of:
+            raise MapError(
+                f"state of {parameter} would stay as it is, while an equation takes the parameter",
+                expected="the parameter's name between dots in that of its state, so that it follows",
+                got=name,
+                where=match_of[parameter].rule.where,
+                remedy="write equations for such state as for the parameters, or leave it out with --exclude",
+            )
 
 
 def keeps_its_name(name: str, owner: str, match_of: Mapping[str, Match], shapes: Mapping[str, tuple[int, ...]]) -> bool:

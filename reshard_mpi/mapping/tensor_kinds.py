@@ -41,9 +41,11 @@ STATE_WORDS = frozenset(
         *_WEAK,
         *_NO_MOMENTS,
         *("acc_delta", "accum_update", "accumulator", "adam_m", "adam_v", "exp_avg", "exp_avg_diff", "exp_avg_sq"),
-        *("exp_inf", "grad_avg", "lamb_m", "lamb_v", "max_exp_avg_sq", "mean_grad", "mean_square", "moment"),
+        *("exp_avg_sq_col", "exp_avg_sq_row", "exp_inf", "grad_avg", "lamb_m", "lamb_v", "max_exp_avg_sq", "mean_grad"),
+        *("mean_square", "moment"),
         *("moment1", "moment2", "moments", "momentum", "momentum_buf", "momentum_buffer", "optim", "optim_state"),
-        *("optimizer", "optimizer_state", "optimizer_states", "square_avg", "step_size", "velocity", "vhat"),
+        *("optimizer", "optimizer_state", "optimizer_states", "square_avg", "state_step", "step_size", "velocity"),
+        "vhat",
     )
 )
 _SURE = STATE_WORDS - _WEAK

@@ -396,7 +396,10 @@ def test_state_named_after_a_part_that_a_model_and_its_copy_have_does_not_stay(
     assert len(held(tmp_path / "dst")) == 4
 
 
-@pytest.mark.parametrize("state", ["optimizer.state.{}.exp_avg_sq_row", "exp_avg_sq_col.{}.moment"])
+@pytest.mark.parametrize(
+    "state",
+    ["optimizer.state.{}.exp_avg_sq_row", "exp_avg_sq_col.{}.moment", "exp_avg_sq_row.{}", "exp_avg_sq_row_{}"],
+)
 def test_state_of_another_shape_than_its_parameter_does_not_stay(tmp_path: Path, state: str) -> None:
     """As Adafactor's, of rows and of columns: it would be that of a parameter that is no longer there as it was."""
     tensors: Tensors = {f"model.layers.{number}.w": floats(2, 3, first=number) for number in range(2)}
@@ -408,6 +411,12 @@ def test_state_of_another_shape_than_its_parameter_does_not_stay(tmp_path: Path,
     out = state.format("model.*")
     reshard_mpi.transform(source, tmp_path / "dst", map=map_of(tmp_path, STACKED), exclude=out)
     assert {"net.w", "other", state.format("other")} == held(tmp_path / "dst").keys()
+
+
+def test_counts_of_steps_follow_their_parameters(tmp_path: Path) -> None:
+    tensors: Tensors = {"net.a": floats(2), "exp_avg.net.a": floats(2), "state_step.net.a": np.array([7], np.int64)}
+    reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", map="net.{p*} <=> x.{p*}", forward=True)
+    assert_held(tmp_path / "dst", {name.replace("net.", "x."): array for name, array in tensors.items()})
 
 
 @pytest.mark.parametrize("is_padded", [True, False])
