@@ -19,7 +19,7 @@ from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY
 from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, Pads
 from reshard_mpi.mapping.rules import TYPES, Drop, Fill, Rules, element_of
 from reshard_mpi.mapping.state_owners import OwnersInPart, is_named_as_state, owned_by, owners, owners_in_part
-from reshard_mpi.mapping.tensor_kinds import MODULE_WORDS, STATE_WORDS
+from reshard_mpi.mapping.tensor_kinds import COUNTS, MODULE_WORDS, STATE_WORDS, parts_of
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.strategy import named_after
@@ -70,10 +70,15 @@ def type_of(choice: Selection, name: str, dtype: DType, shape: tuple[int, ...]) 
     return dtype if number is None else choice.types[number][1]
 
 
+def _is_counted(name: str) -> bool:
+    """Tell whether a single number is one that training counts or sets: `step`, and a parameter's `step.fc.weight`."""
+    return name.rpartition(".")[2] in _COUNTERS or not COUNTS.isdisjoint(parts_of(name))
+
+
 def _deciding(choice: Selection, name: str, shape: tuple[int, ...]) -> int | None:
     """Return which of `types` gives a tensor of floating-point numbers its type; None: it stays."""
     in_file = choice.named(name)
-    is_counter = in_file in choice.settings or (prod(shape) == 1 and in_file.rpartition(".")[2] in _COUNTERS)
+    is_counter = in_file in choice.settings or (prod(shape) == 1 and _is_counted(in_file))
     for number in reversed(range(len(choice.types))):
         glob = choice.types[number][0]
         if Pattern(glob).matches(in_file) and not (glob == ANY and is_counter):

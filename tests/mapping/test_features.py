@@ -378,6 +378,14 @@ def test_a_type_for_all_leaves_counters_as_they_are(tmp_path: Path) -> None:
     assert held(tmp_path / "named")["optimizer.state.w.step"].dtype == np.float64
 
 
+@pytest.mark.parametrize("name", ["step.a", "state_step.a"])
+def test_a_type_for_all_leaves_counts_of_parameters_as_they_are(tmp_path: Path, name: str) -> None:
+    """16 bit would round them."""
+    tensors = {"a": floats(2), name: np.array([100_001], np.float32)}
+    reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", dtype="bf16")
+    assert_held(tmp_path / "dst", tensors | {"a": tensors["a"].astype(ml_dtypes.bfloat16)})
+
+
 def test_what_is_made_up_is_chosen_and_typed_like_the_rest(tmp_path: Path) -> None:
     text = "[[map]]\neq = '{p*}.mean [c] <=> {p*}.moving_mean [c]'\n"
     text += "[[map]]\nfill = { name = '{p*}.gamma', value = 1, beside = '{p*}.moving_mean' }\n"
