@@ -99,6 +99,12 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
                 )
 
 
+def _names_state(match: Match) -> bool:
+    """Tell whether the equation of a match has a word for state in a name, as it is written."""
+    equation = match.rule.equation
+    return any(is_named_like_state(term.name.text) for term in (*equation.left, *equation.right))
+
+
 def _require_not_joined(name: str, match_of: Mapping[str, Match]) -> None:
     """Raise MapError if a word for state is joined to the name of a parameter that an equation takes."""
     for place in (place for place, character in enumerate(name) if character == "_"):
@@ -162,12 +168,13 @@ def require_none_as_parameter(taken: Sequence[Match], chosen: Container[str], in
     """Raise MapError for state that an equation of parameters takes, `{p*} <=> net.{p*}`, and arranges otherwise.
 
     Args:
-        taken: what equations take; those that take a tensor of another name than state has are of parameters.
+        taken: what equations take; those that take a tensor of another name than state has, or themselves have no
+            word for state, are of parameters.
         chosen: the names of the target's tensors that are not left out.
     """
     match_of = {name: match for match in taken for name in (*match.sources.values(), *match.equal)}
     states = {name: match for name, match in match_of.items() if is_named_like_state(name)}
-    of_parameters = {id(match.rule) for name, match in match_of.items() if name not in states} if states else ()
+    of_parameters = {id(each.rule) for name, each in match_of.items() if name not in states or not _names_state(each)}
     shapes = {name: kind.shape for name, kind in inventory.items()}
     with_own = with_state(shapes) if states else frozenset()
     for name, match in states.items():

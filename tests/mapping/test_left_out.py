@@ -413,6 +413,17 @@ def test_state_of_another_shape_than_its_parameter_does_not_stay(tmp_path: Path,
     assert {"net.w", "other", state.format("other")} == held(tmp_path / "dst").keys()
 
 
+@pytest.mark.parametrize("word", ["exp_avg", "accu_grads"])
+def test_an_equation_of_parameters_does_not_turn_state_of_one_that_it_does_not_take(tmp_path: Path, word: str) -> None:
+    """`{p*}` is a word for state there: nothing is before the parameter's own name."""
+    source = source_of(tmp_path, {"weight": floats(2, 3), f"{word}.weight": floats(2, 3, first=9)})
+    with pytest.raises(MapError, match="an equation takes state of weight for a parameter"):
+        reshard_mpi.transform(source, tmp_path / "dst", map="{p*}.weight [o i] <=> {p*}.kernel [i o]", forward=True)
+    turned = f"{word}.weight [o i] <=> {word}.weight [i o]"
+    reshard_mpi.transform(source, tmp_path / "dst", map=turned, forward=True)  # it is about state
+    assert held(tmp_path / "dst")[f"{word}.weight"].shape == (3, 2)
+
+
 def test_counts_of_steps_follow_their_parameters(tmp_path: Path) -> None:
     tensors: Tensors = {"net.a": floats(2), "exp_avg.net.a": floats(2), "state_step.net.a": np.array([7], np.int64)}
     reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", map="net.{p*} <=> x.{p*}", forward=True)
