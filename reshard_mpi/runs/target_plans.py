@@ -125,6 +125,7 @@ class TargetPlans:
         self.inputs: dict[int, TargetInputs] = {}
         self.peak_bytes: dict[int, int] = {}
         self.further_bytes: dict[int, int] = {}
+        self._unrecorded_ranks: set[int] = set()
         self.report = PlanReport()
         self._comm = comm
         self._memory = memory
@@ -202,6 +203,9 @@ class TargetPlans:
 
             if shares_blocks(plan.tensors):
                 self.further_bytes[rank] = self._memory.projection.further_bytes(plan)
+        if request.verify:
+            sums = self.recorded_sums
+            self._unrecorded_ranks |= {*plan.read_ranks} if sums is None else sums.unknown_ranks(plan)
         self._keep(plan)
         self._written_bytes[rank] = plan.written_bytes
         if not leads:
@@ -295,11 +299,8 @@ class TargetPlans:
         return RecordedSums(self.run.conversion.source.files)
 
     def unrecorded_ranks(self) -> set[int]:
-        """Return source ranks from which this process's targets take more than tensors with recorded sums."""
-        sums = self.recorded_sums
-        if sums is None:
-            return {rank for inputs in self.inputs.values() for rank in inputs.read_ranks}
-        return set[int]().union(*(sums.unknown_ranks(self.plan(rank)) for rank in self.inputs))
+        """Return source ranks from which this process's verified targets take more than tensors with recorded sums."""
+        return self._unrecorded_ranks
 
     def placed(self, stage: int) -> dict[int, dict[str, str]]:
         """Return what strategies place on target ranks of `stage` (see `RankPlan.placed`); of equal ranks, only one."""
