@@ -111,7 +111,9 @@ class TestCommands:
             main()
         assert end.value.code == 0
         rows = {row["key"]: row for row in json.loads(told.read_text())["rows"]}
-        assert {key.split(".")[1] for key in rows} == {"sent", "open", "quarters", "cpu", "memory", "kills"}
+        kinds = {key.split(".")[1] for key in rows}
+        assert kinds == {"sent", "verify", "open", "quarters", "cpu", "memory", "kills"}
+        assert rows["objects.verify.recorded"]["figure"] < rows["objects.verify.read"]["figure"]
         assert all(row["figure"] > 0 for row in rows.values())
         assert rows["objects.kills"]["reached"]
 
