@@ -91,6 +91,14 @@ def sum_of_whole(parts: Iterable[int], size_bytes: int) -> int:
     return state
 
 
+def crc_of_pieces(pieces: Iterable[tuple[int, int]]) -> int:
+    """Return the CRC-32 of pieces that follow one another. pieces: the CRC-32 of each, and its length in bytes."""
+    crc = 0
+    for piece_crc, length_bytes in pieces:
+        crc = crc32_combine(crc, piece_crc, length_bytes)
+    return crc
+
+
 def sum_of_contiguous(crc: int, place: ContiguousPart) -> int:
     """Return the sum of a part that is one run of its whole tensor, from the CRC-32 of its bytes."""
     state = _shifted(crc ^ sum_of_zeros(place.length_bytes), place.bytes_behind)

@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
+from reshard_mpi.engine.checksums import Span
 from reshard_mpi.filesystem.folders import close
 from reshard_mpi.filesystem.object_parts import CopiedRun
 from reshard_mpi.filesystem.object_store import ObjectState
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.publication import Publication
-from reshard_mpi.journal.staged_parts import Begin, Span, StagedParts
+from reshard_mpi.journal.staged_parts import Begin, StagedParts
 from reshard_mpi.journal.target_records import TensorSum, sample_of
 
 Check = Callable[[], None]

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from reshard_mpi.engine.checksums import Span, crc_of_pieces
 from reshard_mpi.engine.open_files import sync_and_drop_cache
 from reshard_mpi.errors import StoreError, StoreUnreachableError, TransformError
 from reshard_mpi.filesystem import object_listing
@@ -38,8 +39,6 @@ STAGED_BYTES = (_UNDER_WAY + 4) * SENT_BYTES
 FILLED_BYTES = 2 * SENT_BYTES
 _PAGE_BYTES = 4096
 
-# The first byte of a range of the file, and the one after its last.
-Span = tuple[int, int]
 # Takes the parts, and a digest of all bytes of the file but payloads; returns an upload, and the parts that it has.
 Begin = Callable[[Sequence[PlannedPart], str], tuple[Upload, Sequence[SentPart]]]
 
@@ -166,15 +165,13 @@ class StagedParts:
 
         It must hold whole every part that is left out of the file.
         """
-        from zlib_ng.zlib_ng import crc32_combine
-
-        copied, crc = self._settle(), 0
+        copied, pieces = self._settle(), list[tuple[int, int]]()
         for number, first, stop in self._parts_within(start, end):
-            part_crc = copied[number].crc if self._is_left_out[number] else None
-            if part_crc is None:
-                part_crc, _ = FilePart(self._descriptor, first, stop - first).sums(with_md5=False)
-            crc = crc32_combine(crc, part_crc, stop - first)
-        return crc
+            crc = copied[number].crc if self._is_left_out[number] else None
+            if crc is None:
+                crc, _ = FilePart(self._descriptor, first, stop - first).sums(with_md5=False)
+            pieces.append((crc, stop - first))
+        return crc_of_pieces(pieces)
 
     def fetch(self, start: int, end: int) -> None:
         """Write what was left out of a span to the file; have it sent, where the store has copied other bytes."""

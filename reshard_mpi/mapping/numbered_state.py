@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.nest.entries import entries_below, entries_of, pairs_of, value_of
-from reshard_mpi.formats.nest.nodes import NestError, decoded, parsed, places
+from reshard_mpi.formats.nest.nodes import UNREADABLE, decoded, parsed, places
 from reshard_mpi.mapping.direction import Inventory, TemplateShapes
 from reshard_mpi.mapping.tensor_kinds import STATE_WORDS
 
@@ -275,7 +275,7 @@ def _parsed(nest: str, names: Iterable[str], where: str) -> tuple[Any, Mapping[s
     try:
         root, order = parsed(nest)
         return root, places(order, frozenset(names))
-    except (ValueError, RecursionError, NestError) as error:
+    except UNREADABLE as error:
         raise _unreadable(error, where) from None
 
 

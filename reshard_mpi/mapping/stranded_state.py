@@ -39,7 +39,7 @@ _NUMBER = re.compile(rf"(?:^|\.){STATE_KEY}\.([0-9]+)\.")
 # What names of a model's tensors begin with, where they do not stand alone.
 _MODELS = ("", "model.", "module.", "network.", "params.", "state_dict.")
 # Adafactor and CAME of MindSpore have `exp_avg_sq_row_fc.weight` for state of `fc.weight`.
-_JOINED_TO_NAME = re.compile("exp_avg_")
+_JOINED_TO_NAME = "exp_avg_"
 # The numbers in a name, and what is behind them.
 _PLACE = re.compile(r"([0-9]+(?:\.[0-9]+)*)(.*)", re.DOTALL)
 
@@ -51,7 +51,7 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
         kept: the names of those that stay, and are neither left out nor state of another tensor by its whole name.
     """
     parameters_with_state = with_state(inventory)
-    joined = [name for name in kept if _JOINED_TO_NAME.match(name)]
+    joined = [name for name in kept if name.startswith(_JOINED_TO_NAME)]
     states = [name for name in kept if is_named_like_state(name) and name not in parameters_with_state]
     if not states and not joined:
         return

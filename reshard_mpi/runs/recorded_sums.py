@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.checkpoints.shard_files import ShardFiles
-from reshard_mpi.engine.checksums import ContiguousPart, Span, crc_of_contiguous, sum_of_contiguous
+from reshard_mpi.engine.checksums import ContiguousPart, Span, crc_of_contiguous, crc_of_pieces, sum_of_contiguous
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, paths_of
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
@@ -104,7 +104,7 @@ class RecordedSums:
         copies = sorted(tensor.copies, key=lambda copy: box.offset_of(copy.target_region))
         crcs = [self._crc_of_copy(copy, box) for copy in copies]
         known = [crc for crc in crcs if crc is not None]
-        return _joined(zip(known, (copy.size_bytes for copy in copies))) if len(known) == len(crcs) else None
+        return crc_of_pieces(zip(known, (copy.size_bytes for copy in copies))) if len(known) == len(crcs) else None
 
     def _crc_of_copy(self, copy: Copy, target: Box) -> int | None:
         """Return the CRC-32 of a copy that is a whole tensor of a shard and one run of the target; None of others."""
@@ -152,7 +152,7 @@ def require_as_recorded(tensors: Sequence[RecordedTensor], staged: StagedParts) 
     and looked at where its sum is another one: the store may have copied other bytes.
     """
     for group in _neighbours(tensors):
-        expected = _joined((tensor.crc, tensor.spec.size_bytes) for tensor in group)
+        expected = crc_of_pieces((tensor.crc, tensor.spec.size_bytes) for tensor in group)
         if _crc_in(staged, spans_of(group)) == expected:
             continue
         for span in spans_of(group):
@@ -182,14 +182,4 @@ def _neighbours(tensors: Sequence[RecordedTensor]) -> list[list[RecordedTensor]]
 
 
 def _crc_in(staged: StagedParts, spans: Iterable[Span]) -> int:
-    return _joined((staged.crc_of(start, end), end - start) for start, end in spans)
-
-
-def _joined(pieces: Iterable[tuple[int, int]]) -> int:
-    """Return the CRC-32 of pieces that follow one another. pieces: the CRC-32 of each, and its length in bytes."""
-    from zlib_ng.zlib_ng import crc32_combine
-
-    crc = 0
-    for piece_crc, length_bytes in pieces:
-        crc = crc32_combine(crc, piece_crc, length_bytes)
-    return crc
+    return crc_of_pieces((staged.crc_of(start, end), end - start) for start, end in spans)

@@ -20,7 +20,7 @@ from reshard_mpi.engine.open_files import Files
 from reshard_mpi.errors import DamageError, ReshardError, ShardError
 from reshard_mpi.formats.locations import paths_of
 from reshard_mpi.formats.manifest import NEST
-from reshard_mpi.formats.nest.nodes import NestError, parsed
+from reshard_mpi.formats.nest.nodes import UNREADABLE, parsed
 from reshard_mpi.planning.rank_plan import RankPlan, TensorPlan, meeting
 from reshard_mpi.planning.source_flaws import difference_messages
 from reshard_mpi.planning.strategy_check import drift_warning
@@ -95,12 +95,12 @@ class AuditedCheckpoint(NamedTuple):
         missing = self.source.missing
         if missing is not None:
             yield Finding(FindingKind.STRUCTURE, "", None, missing.where, str(missing))
-        nest = self.plan.strings.get(NEST)
-        try:
-            _ = None if nest is None else parsed(nest)
-        except (ValueError, RecursionError, NestError) as error:
-            detail = f"what it holds beside its tensors cannot be read: {error}"
-            yield Finding(FindingKind.STRUCTURE, "", None, path, detail)
+        if NEST in self.plan.strings:
+            try:
+                parsed(self.plan.strings[NEST])
+            except UNREADABLE as error:
+                detail = f"what it holds beside its tensors cannot be read: {error}"
+                yield Finding(FindingKind.STRUCTURE, "", None, path, detail)
 
 
 def broken(error: ReshardError, name: str = "", rank: int | None = None) -> Finding:

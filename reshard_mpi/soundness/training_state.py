@@ -19,7 +19,7 @@ from reshard_mpi.engine.read import fill
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME, numbers
 from reshard_mpi.formats.manifest import NEST
-from reshard_mpi.formats.nest.nodes import NestError, parsed
+from reshard_mpi.formats.nest.nodes import UNREADABLE, NestError, parsed
 from reshard_mpi.formats.nest.plain_values import leaves, values_beside
 from reshard_mpi.mapping.numbered_state import WRAPPERS, Training, state_of, training_in
 from reshard_mpi.mapping.optimizers import optimizers_of
@@ -265,7 +265,7 @@ def _trained(nest: str | None, training: Training, parameters: Collection[str]) 
     """
     try:
         optimizers = [] if nest is None else [each for _, each in optimizers_of(parsed(nest).root, training)]
-    except (ValueError, RecursionError, NestError):  # a text that is no nest
+    except UNREADABLE:
         return set()
     names = {name for optimizer in optimizers for name in optimizer.parameters}
     for name in [*names]:

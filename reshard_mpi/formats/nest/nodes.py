@@ -198,6 +198,10 @@ class NestError(Exception):
         self.remedy = remedy
 
 
+# Raised by `parsed` for a text that is no nest.
+UNREADABLE = (ValueError, RecursionError, NestError)
+
+
 def no_constant(text: str) -> NoReturn:
     """Refuse what Python's parser takes for JSON and is none, such as NaN."""
     raise ValueError(f"{text} is no JSON")
@@ -254,7 +258,7 @@ def is_whole_training(text: str | None) -> bool:
     """Tell whether a nest has a model and an optimizer, each a dictionary of its own."""
     try:
         root = None if text is None else parsed(text).root
-    except (ValueError, RecursionError, NestError):
+    except UNREADABLE:
         return False
     entries = root.get("dict") if type(root) is dict else None
     found = {entry[0] for entry in entries or () if type(entry) is list and len(entry) == 2 and _is_dict(entry[1])}
@@ -332,7 +336,7 @@ def agree(first: str | None, second: str | None) -> bool:
         if one.order is None or other.order is None:
             return True
         ours, theirs = [*decoded(one.order)], [*decoded(other.order)]
-    except (ValueError, RecursionError, NestError):
+    except UNREADABLE:
         return False
     in_both = {*ours}.intersection(theirs)
     return [name for name in ours if name in in_both] == [name for name in theirs if name in in_both]
