@@ -348,7 +348,7 @@ def _add_conversion(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     add(
         checks,
         "verify",
-        "read sources and targets once more, compare them, and keep sums of all tensors; the"
+        "compare targets, as they were written, with their sources, and keep sums of all tensors; the"
         " checksums of sources are checked as well",
     )
     add(
