@@ -492,6 +492,9 @@ class TestUnified(FolderConformance):
 def test_what_may_be_a_slice_is_left_out(unified: Path) -> None:
     put_in_too(unified, HYPER, "moments.w", (2, 4))
     done("transform", unified, unified / "out", "--select", "part*", "--jobs", "1")
+    parts = {name for part in unified.glob("part*.safetensors") for name in safetensors_peer.read(part).tensors}
+    with reshard_mpi.open(unified / "out") as made:
+        assert parts and made.keys() == parts
 
 
 def test_targets_are_not_written_beside_other_files(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,11 @@ from support.object_servers import Bucket, download, forget, names, objects, put
 from support.oracle import RawLayout
 
 from reshard_mpi import formats
+from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.engine.open_files import sync_and_drop_cache
 from reshard_mpi.formats.ckpt import writer
 from reshard_mpi.runs import target_writer
+from reshard_mpi.runs.recorded_sums import RecordedSums
 
 MIB = 1 << 20
 _RANKS = 3
@@ -214,6 +217,25 @@ def test_what_a_disk_has_lost_is_not_published(
     assert not lost
     assert finished.code not in (0, 1) and finished.err.count("error:") == 1, finished
     assert not [name for name in names(str(c.dst)) if name.startswith("rank_")]
+
+
+def test_ranks_of_which_elements_are_computed_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are joined in one tensor, such as gradients and quantized weights with their scales, and of numbers."""
+
+    def group(known: bool, *ranks: int, size_bytes: int = 4) -> Any:
+        route = SimpleNamespace(source_rank=ranks[0], joined_ranks=ranks if len(ranks) > 1 else ())
+        kind = SimpleNamespace(size_bytes=size_bytes)
+        return SimpleNamespace(kind=kind, names=["w"], routes=(route,), tensor=lambda _: known)
+
+    def unknown(*groups: Any) -> set[int]:
+        plan: Any = SimpleNamespace(tensors=SimpleNamespace(groups=groups), value_ranks=(9,))
+        return sums.unknown_ranks(plan)
+
+    sums = RecordedSums(ShardFiles("src", "safetensors", {}))
+    monkeypatch.setattr(sums, "crc_of", lambda known: 0 if known else None)
+    assert unknown(group(True, 1), group(False, 2, size_bytes=0)) == set()
+    assert unknown(group(True, 1), group(False, 3)) == {3, 9}
+    assert unknown(group(False, 4, 5, 6), group(True, 7, 8)) == {4, 5, 6, 9}
 
 
 MIXED: dict[str, tuple[RawLayout, RawLayout]] = {
