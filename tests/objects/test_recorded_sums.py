@@ -220,7 +220,7 @@ def test_what_a_disk_has_lost_is_not_published(
 
 
 def test_ranks_of_which_elements_are_computed_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are joined in one tensor, such as gradients and quantized weights with their scales, and of numbers."""
+    """The ones that are joined in a tensor, as gradients and quantized weights are, and those of numbers for a map."""
 
     def group(known: bool, *ranks: int, size_bytes: int = 4) -> Any:
         route = SimpleNamespace(source_rank=ranks[0], joined_ranks=ranks if len(ranks) > 1 else ())
