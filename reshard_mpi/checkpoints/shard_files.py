@@ -311,13 +311,16 @@ def is_strategy(entry: Path) -> bool:
 
 
 # What people and programs put beside checkpoints: descriptions, tokenizers, settings of programs, logs, locks.
-_NO_STATE = (
-    r"(?i).*\.(?:json|jsonl|txt|md|rst|html|pdf|py|sh|ya?ml|toml|cfg|conf|ini|log|out|err|csv|tsv|jinja|model|tiktoken|vocab"
-    r"|bpe|spm|png|jpe?g|gif|svg|webp|mp4|lock|pid|sha256|md5|sbatch|ipynb"
-    r"|meta|mindir|ir|dot|pb|prototxt)"
-    r"|(?:README|LICEN[CS]E|NOTICE|COPYING|AUTHORS|Makefile|Dockerfile|latest|latest_universal|done|_?SUCCESS)"
-    r"|events\.out\.tfevents\..*|training_args\.bin"
+_NO_STATE_SUFFIXES = frozenset(
+    ".json .jsonl .txt .md .rst .html .pdf .py .sh .yml .yaml .toml .cfg .conf .ini .log .out .err .csv .tsv .jinja .model"
+    " .tiktoken .vocab .bpe .spm .png .jpg .jpeg .gif .svg .webp .mp4 .lock .pid .sha256 .md5 .sbatch .ipynb .meta .mindir"
+    " .ir .dot .pb .prototxt".split()
 )
+_NO_STATE = frozenset(
+    "readme license licence notice copying authors makefile dockerfile latest latest_universal done success _success"
+    " training_args.bin".split()
+)
+_EVENTS = "events.out.tfevents."
 # The same weights once more, as Hugging Face's repositories have them for other programs.
 _SAME_WEIGHTS = (
     r"(?:pytorch_model|tf_model|flax_model|rust_model)(?:-\d+-of-\d+)?\.(?:bin|h5|msgpack|ot)|.*\.(?:onnx|gguf|tflite)"
@@ -365,7 +368,13 @@ def _may_hold_state(folder: str, entry: FolderEntry) -> bool:
 
 
 def _is_state(name: str) -> bool:
-    return not (name.startswith(".") or re.fullmatch(_NO_STATE, name) or re.fullmatch(_SAME_WEIGHTS, name))
+    lower = name.lower()
+    return not (
+        lower.startswith((".", _EVENTS))
+        or lower in _NO_STATE
+        or lower[lower.rfind(".") :] in _NO_STATE_SUFFIXES
+        or re.fullmatch(_SAME_WEIGHTS, name)
+    )
 
 
 def _folder_may_hold_state(folder: str) -> bool:

@@ -147,12 +147,16 @@ class Files:
         if source.is_far and self.ahead is None:
             self._fetch_each(source, offset, step, list(places))
             return
-        for place in places:
-            count = _read(source, offset, [place])
-            read += count
-            if count < len(place):  # interrupted by a signal, or the file ends
-                self.read_into(ByteRange(path, offset + count, len(place) - count), place[count:])
-            offset += step
+        read_into = source.read_into
+        try:
+            for place in places:
+                count = read_into(offset, (place,))
+                read += count
+                if count < len(place):  # interrupted by a signal, or the file ends
+                    self.read_into(ByteRange(path, offset + count, len(place) - count), place[count:])
+                offset += step
+        except OSError as error:
+            raise unreadable(source.path, error) from error
         self.traffic.requested_bytes += read
 
     def _fetch_each(self, source: SourceFile, offset: int, step: int, places: Sequence[memoryview]) -> None:
