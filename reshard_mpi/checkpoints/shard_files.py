@@ -311,15 +311,18 @@ def is_strategy(entry: Path) -> bool:
 
 
 # What people and programs put beside checkpoints: descriptions, tokenizers, settings of programs, logs, locks.
-_NO_STATE_SUFFIXES = frozenset(
-    ".json .jsonl .txt .md .rst .html .pdf .py .sh .yml .yaml .toml .cfg .conf .ini .log .out .err .csv .tsv .jinja .model"
-    " .tiktoken .vocab .bpe .spm .png .jpg .jpeg .gif .svg .webp .mp4 .lock .pid .sha256 .md5 .sbatch .ipynb .meta .mindir"
-    " .ir .dot .pb .prototxt".split()
-)
-_NO_STATE = frozenset(
-    "readme license licence notice copying authors makefile dockerfile latest latest_universal done success _success"
-    " training_args.bin".split()
-)
+_NO_STATE_SUFFIXES = {
+    *(".json", ".jsonl", ".txt", ".md", ".rst", ".html", ".pdf", ".csv", ".tsv", ".ipynb"),
+    *(".py", ".sh", ".sbatch", ".yml", ".yaml", ".toml", ".cfg", ".conf", ".ini", ".prototxt"),
+    *(".jinja", ".model", ".tiktoken", ".vocab", ".bpe", ".spm"),
+    *(".log", ".out", ".err", ".lock", ".pid", ".sha256", ".md5"),
+    *(".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".mp4"),
+    *(".meta", ".mindir", ".ir", ".dot", ".pb"),
+}
+_NO_STATE = {
+    *("readme", "license", "licence", "notice", "copying", "authors", "makefile", "dockerfile"),
+    *("latest", "latest_universal", "done", "success", "_success", "training_args.bin"),
+}
 _EVENTS = "events.out.tfevents."
 # The same weights once more, as Hugging Face's repositories have them for other programs.
 _SAME_WEIGHTS = (
