@@ -7,9 +7,11 @@ import inspect
 import io
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
+from operator import add
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import LoadPlan, LoadPlanner, StorageReader
 from torch.distributed.checkpoint.metadata import (
@@ -153,14 +155,14 @@ def load(source: PathLike, **options: Any) -> dict[str, torch.Tensor]:
     with open(source, **options) as checkpoint:
         tensors = {}
         for name, tensor in checkpoint.items():
-            tensors[name] = torch.empty(tensor.shape, dtype=_torch_dtype(tensor))
+            tensors[name] = torch.empty(tensor.shape, dtype=_torch_dtype(tensor.dtype))
             _fill(tensors[name], tensor, (0,) * tensor.ndim, tensor.shape)
         return tensors
 
 
 def _fill(tensor: torch.Tensor, source: Tensor, start: Sequence[int], shape: Sequence[int]) -> None:
     """Read the box of `source` that begins at `start` into a tensor. Raises UsageError if that has another type."""
-    dtype = _torch_dtype(source)
+    dtype = _torch_dtype(source.dtype)
     if tensor.dtype != dtype:
         raise UsageError(
             "a tensor has another type than the checkpoint",
@@ -169,10 +171,11 @@ def _fill(tensor: torch.Tensor, source: Tensor, start: Sequence[int], shape: Seq
             where=source.name,
             remedy="load with dtype=, which converts, or make the tensor of this type",
         )
-    box = Box(tuple(start), tuple(first + length for first, length in zip(start, shape)))
+    stop = tuple(map(add, start, shape))
     if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg()):
-        source.read_into(_memory(tensor, source), _slices(box))
+        source.read_into(_memory(tensor, source), tuple(map(slice, start, stop)))
         return
+    box = Box(tuple(start), stop)
     for block in box.blocks(_BUFFER_BYTES // dtype.itemsize):
         buffer = torch.empty(block.shape, dtype=dtype)
         source.read_into(_memory(buffer, source), _slices(block))
@@ -183,9 +186,10 @@ def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(map(slice, box.start, box.stop))
 
 
-def _torch_dtype(tensor: Tensor) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, tensor.dtype.name)
-    return dtype
+@cache
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    same: torch.dtype = getattr(torch, dtype.name)
+    return same
 
 
 def _memory(tensor: torch.Tensor, source: Tensor) -> Any:
@@ -199,7 +203,7 @@ def _metadata(tensor: Tensor) -> TensorStorageMetadata:
     """Describe a tensor as one chunk; torch asks for parts of it."""
     shape = torch.Size(tensor.shape)
     chunk = ChunkStorageMetadata(torch.Size([0] * tensor.ndim), shape)
-    return TensorStorageMetadata(TensorProperties(_torch_dtype(tensor)), shape, [chunk])
+    return TensorStorageMetadata(TensorProperties(_torch_dtype(tensor.dtype)), shape, [chunk])
 
 
 def _values(checkpoint: Checkpoint) -> dict[str, Any]:

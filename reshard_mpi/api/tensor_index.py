@@ -55,7 +55,7 @@ def chosen_of(
     The view turns slices of negative steps, and leaves out dimensions of integers; None: all as it is. Raises as
     `positions` does.
     """
-    # One row, or several, are by far the most frequent.
+    # One row, several, or a slice of each dimension are by far the most frequent.
     if type(index) is int and shape:
         row = _integer(index, shape[0], name)
         return [range(row, row + 1), *map(range, shape[1:])], (0,)
@@ -63,6 +63,12 @@ def chosen_of(
         rows = _range(index, shape[0], name)
         if rows.step > 0:
             return [rows, *map(range, shape[1:])], None
+    if type(index) is tuple and shape:
+        slices = [each for each in index if isinstance(each, slice)]
+        if len(slices) == len(index) == len(shape):
+            ranges = [_range(each, length, name) for each, length in zip(slices, shape)]
+            if all(each.step > 0 for each in ranges):
+                return ranges, None
     chosen: list[range] = []
     view: list[int | slice] = []
     for each in positions(index, shape, name):
@@ -144,6 +150,8 @@ def require_fitting(array: np.ndarray[Any, Any], dtype: np.dtype[Any], shape: tu
 
 def _overlaps(array: np.ndarray[Any, Any]) -> bool:
     """Tell whether elements of an array may share memory."""
+    if array.flags.c_contiguous:
+        return False
     reach = array.itemsize
     for stride, length in sorted((abs(stride), length) for stride, length in zip(array.strides, array.shape)):
         if length > 1 and stride < reach:
