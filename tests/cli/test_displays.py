@@ -16,7 +16,7 @@ import pytest
 from support.cases import Side
 from support.command_line import COMMAND, done, refused, run_apart, run_here
 from support.conversions import Conversion, make, write_conversion
-from support.examples import few
+from support.examples import few, one_at_a_time
 from support.harm import fault
 from support.launch import MPI, by_one_mpi
 from support.oracle import RawLayout
@@ -49,9 +49,8 @@ def slowed(c: Conversion) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("jobs", ["1", "2"])
-@pytest.mark.parametrize("columns", [0, 30, 60, 100])
-def test_a_bar_on_a_terminal(c: Conversion, jobs: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("columns", "jobs"), one_at_a_time([0, 30, 60, 100], ["1", "2"]))
+def test_a_bar_on_a_terminal(c: Conversion, columns: int, jobs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)  # a continuous integration may well have it
     command = [*COMMAND, *c.arguments("transform", "--jobs", jobs)]
     code, shown = run_on_terminal(command, slowed(c), columns=columns)
