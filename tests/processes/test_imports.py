@@ -28,6 +28,7 @@ _IMPORTED = re.compile(r"^\s*(?:import|from)\s+(\w+)", re.MULTILINE)
 # What is run from a folder of decoys is this package, by its name.
 OURS = "reshard_mpi"
 NAMES = ("src", "dst", "src_strategy", "dst_strategy")
+_TAKEN_BY_PYTHON: set[str] = set()  # from the working folder, as the first folder of decoys has shown
 
 
 @functools.cache
@@ -48,15 +49,17 @@ class Decoys:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._marks = folder.with_name(f"{folder.name}.marks")
-        for name in decoy_names():
+        for name in (name for name in decoy_names() if name not in _TAKEN_BY_PYTHON):
             text = f"with open({str(self._marks)!r}, 'a') as marks:\n    marks.write({name!r} + '\\n')\n"
             (folder / f"{name}.py").write_text(text)
-        # What Python itself takes from there, for `python -m` or (since 3.13) `python -c`, no module could prevent.
+        # What Python itself takes from there, for `python -m` or (since 3.13) `python -c`, no module could prevent. It
+        # is found one by one, so it is kept for the next folder.
         (folder / "empty_program.py").write_text("")
         for program in (["-m", "empty_program"], ["-c", "pass"]):
             while run_command([sys.executable, *program], cwd=folder).code or self.run_names():
                 for name in self.run_names():
                     (folder / f"{name}.py").unlink()
+                    _TAKEN_BY_PYTHON.add(name)
                 self._marks.unlink()
 
     def run_names(self) -> list[str]:
