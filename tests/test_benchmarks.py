@@ -28,7 +28,7 @@ from benchmarks.interleave import Comparison, interleave
 from benchmarks.interpreters import lacks
 from benchmarks.measure import CommandFailedError, Run, measure
 from benchmarks.peers.cp import Cp
-from benchmarks.peers.ours import engine_seconds, with_report
+from benchmarks.peers.ours import Transform, engine_seconds, with_report
 from benchmarks.peers.torch_dcp import side_of
 from benchmarks.plot import draw
 from benchmarks.results import Curve, Results, size_text
@@ -64,6 +64,15 @@ class TestCommands:
         monkeypatch.setattr("benchmarks.tensors._PIECES", 100)
         monkeypatch.setattr("benchmarks.audit._EXPERTS", 100)
         monkeypatch.setattr("benchmarks.maps._EXPERTS_OF_LARGEST", 8)
+        # What several are compared with is run once.
+        run, runs = Transform.run, dict[int, tuple[Transform, Run]]()
+
+        def run_once(side: Transform) -> Run:
+            if id(side) not in runs:
+                runs[id(side)] = side, run(side)
+            return runs[id(side)][1]
+
+        monkeypatch.setattr(Transform, "run", run_once)
 
     def test_conversion(self, tmp_path: Path, bare_interpreter: Path) -> None:
         peers = ["--mindspore", bare_interpreter, "--torch", bare_interpreter]
