@@ -74,7 +74,7 @@ def require_files(folder: Path, training: Training, form: Form, scratch: Path) -
 
 
 @pytest.mark.slow
-@many(30)
+@many(20)
 @given(deepspeed_peer.trainings(writable=True), st.integers(1, 3), st.integers(1, 5), st.booleans())
 def test_files_for_other_ranks_and_stages(
     drawn: tuple[Training, Form], stage: int, ranks: int, through_torch: bool
@@ -100,7 +100,7 @@ def test_files_for_other_ranks_and_stages(
 
 
 @pytest.mark.slow
-@many(30)
+@many(15)
 @given(
     deepspeed_peer.trainings(kinds=("pipeline", "experts")),
     st.integers(1, 2),

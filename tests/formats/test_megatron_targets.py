@@ -598,7 +598,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@many(16)
+@many(8)
 @given(
     st.integers(1, 3),
     st.integers(1, 3),

@@ -122,7 +122,7 @@ def laid(draw: st.DrawFn) -> tuple[Training, Form]:
 
 
 @pytest.mark.slow
-@many(25)
+@many(15)
 @given(laid())
 def test_random_trainings(tmp_path_factory: pytest.TempPathFactory, drawn: tuple[Training, Form]) -> None:
     folder = tmp_path_factory.mktemp("training")

@@ -9,11 +9,12 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import TARGETS, write_ranks
 from support.cut_checkpoints import DESCRIBED, KINDS, TYPES, assert_ranks, cut, in_floats, map_text
 from support.equations import Case, cases
+from support.examples import many
 
 import reshard_mpi
 
@@ -23,7 +24,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Draw = Any
 
 
-@settings(max_examples=15)
+@many(10)
 @given(case=cases(), data=st.data())
 def test_there_and_back_over_ranks_and_formats(case: Case, data: st.DataObject) -> None:
     left, right = in_floats(case.left), in_floats(case.right)
@@ -57,7 +58,7 @@ def test_there_and_back_over_ranks_and_formats(case: Case, data: st.DataObject) 
 ABOUT = (256 << 10, 2 << 20, 4 << 20, 8 << 20)
 
 
-@settings(max_examples=8)
+@many(6)
 @given(
     about=st.sampled_from(ABOUT),
     more=st.integers(-2, 2),

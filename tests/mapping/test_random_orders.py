@@ -128,7 +128,7 @@ def strategy(draw: Any, training: Training, path: Path) -> Path | None:
 
 
 @pytest.mark.slow
-@many(25)
+@many(15)
 @given(training=trainings(), data=st.data(), has_map=st.booleans())
 def test_every_key_stays_in_its_place(training: Training, data: st.DataObject, has_map: bool) -> None:
     with tempfile.TemporaryDirectory() as name:

@@ -10,14 +10,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import torch_peer
 from support.checkpoints import TARGETS, sample, write_ranks
 from support.command_line import done, refused, run_here
 from support.cut_checkpoints import DESCRIBED, KINDS, TYPES, assert_ranks, cut, in_floats, map_text
 from support.equations import Case, assert_same, cases, following, kinds, made_of
-from support.examples import few
+from support.examples import few, many
 from support.full_checkpoints import assert_held, floats, held, map_of, source_of
 
 import reshard_mpi
@@ -35,7 +35,7 @@ def in_float(case: Case) -> Case:
 
 
 @pytest.mark.slow
-@settings(max_examples=15)
+@many(10)
 @given(first=cases(), data=st.data())
 def test_there_and_back_over_ranks_and_formats(first: Case, data: st.DataObject) -> None:
     chain = [first, data.draw(following(first.right, "m"))]

@@ -220,7 +220,7 @@ def lengths_of(draw: st.DrawFn, length: int, grain: int, fits: bool) -> list[int
 
 
 @pytest.mark.parametrize("cases", few(1, CASES))
-@many(15)
+@many(10)
 @given(st.data())
 def test_every_rank_stands_alone_and_together_they_are_the_whole(
     tmp_path_factory: pytest.TempPathFactory, cases: Callable[[], st.SearchStrategy[Case]], data: st.DataObject
@@ -251,7 +251,7 @@ def test_every_rank_stands_alone_and_together_they_are_the_whole(
 
 
 @pytest.mark.parametrize("cases", few(2, CASES))
-@many(15)
+@many(8)
 @given(st.data())
 def test_a_cut_within_a_block_is_refused(
     tmp_path_factory: pytest.TempPathFactory, cases: Callable[[], st.SearchStrategy[Case]], data: st.DataObject
@@ -275,7 +275,7 @@ def test_a_cut_within_a_block_is_refused(
 
 
 @pytest.mark.parametrize("cases", few(1, CASES))
-@many(10)
+@many(5)
 @given(st.data())
 def test_dequantized_weights_are_cut_anywhere(
     tmp_path_factory: pytest.TempPathFactory, cases: Callable[[], st.SearchStrategy[Case]], data: st.DataObject
