@@ -210,7 +210,8 @@ def assert_same(made: Tensors, expected: Tensors) -> None:
 
 
 @pytest.mark.parametrize("family", few(1, FAMILIES))
-@pytest.mark.parametrize("seed", few(1, range(6)))
+# Of these, vocabularies are tied or not, and queries have a rank or none, in all four ways.
+@pytest.mark.parametrize("seed", few(1, range(4)))
 def test_there_and_back(tmp_path: Path, family: str, seed: int) -> None:
     """Hugging Face to Megatron needs no checkpoint of the target; the vocabulary is padded as is said."""
     sizes, name = Sizes.drawn(seed), name_of(family)
@@ -237,7 +238,8 @@ def test_there_and_back(tmp_path: Path, family: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("family", few(1, FAMILIES))
-@pytest.mark.parametrize("seed", few(1, range(10, 14)))
+# One with a tied vocabulary and several heads in a group, one with neither.
+@pytest.mark.parametrize("seed", few(1, [10, 12]))
 def test_ranks_and_back(tmp_path: Path, family: str, seed: int) -> None:
     sizes, name = Sizes.drawn(seed), f"{name_of(family)}-tp"
     both = model_of(family, sizes, sizes.multiple)
