@@ -26,8 +26,9 @@ from support.sliced_peer import COMMON, Sliced, change_index, file_of, mindforme
 import reshard_mpi
 from reshard_mpi import formats
 from reshard_mpi.errors import CoverageError, ReshardError, ShardError, SourceError
+from reshard_mpi.formats import structure
 from reshard_mpi.formats.manifest import NEST
-from reshard_mpi.formats.safetensors import mindformers
+from reshard_mpi.formats.safetensors import mindformers, mindformers_index
 from reshard_mpi.testing.checkpoints import ArraysByName, CheckpointConformance
 from reshard_mpi.testing.folders import FolderConformance, lost, written
 
@@ -322,22 +323,37 @@ INDICES = {
 }
 
 
-# What is before many of the same, how each of them is made, how many they are, and what is behind.
-TOO_MANY: dict[str, tuple[bytes, Callable[[int], bytes], int, bytes]] = {
-    "names": (b'{"state_dict_metadata": {', lambda number: b'"%d":%b' % (number, _TENSOR), 140_000, b"}}"),
-    "places": (b'{"storage_data": {', lambda number: b'"%d":%b' % (number, _PLACE), 300_000, b"}}"),
+# What is before many of the same, how each of them is made, how many they are, what is behind, and what is said of it.
+TOO_MANY: dict[str, tuple[bytes, Callable[[int], bytes], int, bytes, str]] = {
     "slices": (
         b'{"state_dict_metadata": {"a": {"chunk": [',
         lambda number: b'{"global_offset":[%d],"local_shape":[1]}' % number,
-        140_000,
+        14_000,
         b"]}}}",
+        "too many slices",
     ),
+    "names": (
+        b'{"state_dict_metadata": {',
+        lambda number: b'"%d":%b' % (number, _TENSOR),
+        14_000,
+        b"}}",
+        "too many tensors",
+    ),
+    "places": (b'{"storage_data": {', lambda number: b'"%d":%b' % (number, _PLACE), 30_000, b"}}", "too much"),
 }
 
 
-def many(case: str) -> bytes:
-    before, entry, count, behind = TOO_MANY[case]
-    return before + b",".join(map(entry, range(count))) + behind
+@pytest.mark.parametrize("case", few(1, TOO_MANY))
+def test_an_index_that_lists_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """It may list a tenth of what it otherwise may, so that what is too large is made and read soon."""
+    for module, name in ((structure, "MAX_TENSORS"), (structure, "MAX_KEPT_BYTES"), (mindformers_index, "_MAX_SLICES")):
+        monkeypatch.setattr(module, name, getattr(module, name) // 10)
+    before, entry, count, behind, says = TOO_MANY[case]
+    path = tmp_path / "metadata.json"
+    path.write_bytes(before + b",".join(map(entry, range(count))) + behind)
+    with pytest.raises(ShardError, match=says) as caught:
+        mindformers.files_of(str(tmp_path))
+    assert str(path) in caught.value.where
 
 
 def test_names_are_read_as_they_are_written(tmp_path: Path) -> None:
@@ -373,10 +389,7 @@ def write_anew(folder: Path, *, is_listed: bool = True, **arrays: np.ndarray[Any
 class TestTwoRanks(TestSaved):
     """Rows cut, a tensor on both, the optimizer's rows; and everything that may be wrong with them."""
 
-    damaged_indices: ClassVar = {
-        **INDICES,
-        **{f"too many {case}": pytest.param(partial(many, case), marks=pytest.mark.slow) for case in TOO_MANY},
-    }
+    damaged_indices: ClassVar = INDICES
     wrong: ClassVar = {
         **{
             f"index: {case}": (partial(change_index, change=change), says, ReshardError)
