@@ -329,7 +329,7 @@ def prediction(both: Both, weights: Weights, sizes: Sizes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", few(1, range(50, 56)))
+@pytest.mark.parametrize("seed", few(1, range(50, 53)))
 def test_multi_token_prediction(tmp_path: Path, seed: int) -> None:
     sizes = Sizes.drawn(seed)._replace(queries=4, is_tied=False)
     both = model_of("deepseek-uneven", sizes, 8)
