@@ -30,6 +30,7 @@ from reshard_mpi.journal.file_ownership import (
     changed_index_files,
     complete_record,
     is_in_place,
+    names_another_save,
     require_own_index,
     withdraw_commit,
 )
@@ -269,6 +270,8 @@ def commit_locked(
     begun = begun if begun and begun.digest == identity.digest else identity
     for name, content in index.items():
         path = folder / name
+        if names_another_save(folder, identity, name):  # --overwrite has removed it before
+            continue
         with target_folder(opened.folder, path) as inner:
             remove_stale(inner, path.name)
             publish_bytes(inner, path.name, content)

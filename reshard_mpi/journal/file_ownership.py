@@ -252,16 +252,27 @@ def changed_index_files(folder: Path, committed: CommitRecord) -> dict[str, str]
     digests = committed.index_digests.items()
     changed = {name: digest for name, digest in digests if _digest(folder / name) != digest}
     pointers = formats.info(committed.run.format).pointer_files
-    return {name: own for name, own in changed.items() if name not in pointers or not _names_folder(folder / name)}
+    return {name: own for name, own in changed.items() if name not in pointers or not _named_folders(folder / name)}
 
 
-def _names_folder(pointer: Path) -> bool:
-    """Tell whether a file says the name of a folder that lies beside it."""
+def names_another_save(folder: Path, identity: RunIdentity, name: str) -> bool:
+    """Tell whether a file of the index names the latest of several folders, and that is none in which the run saves.
+
+    A training has gone on in the target folder then, and its pointer is its own, whatever lies there besides.
+    """
+    if name not in formats.info(identity.format).pointer_files or "target_ranks" not in identity.facts:
+        return False
+    named = _named_folders(folder / name)
+    return bool(named) and named.isdisjoint(file.partition("/")[0] for file in _target_files(identity))
+
+
+def _named_folders(pointer: Path) -> set[str]:
+    """Return the names that a file says of a folder, as far as they are those of folders that lie beside it."""
     try:
         name = first_bytes(pointer, _MOST_OF_POINTER).decode().strip()
     except (OSError, UnicodeDecodeError):
-        return False
-    return any(is_file_name(own) and is_folder(pointer.parent / own) for own in formats.folders_meant(name))
+        return set()
+    return {own for own in formats.folders_meant(name) if is_file_name(own) and is_folder(pointer.parent / own)}
 
 
 def _digest(path: Path) -> str | None:
@@ -336,7 +347,8 @@ def other_saves(earlier: RunIdentity, identity: RunIdentity) -> tuple[str, ...]:
 def leftover_index(folder: Path, identity: RunIdentity) -> tuple[str, ...]:
     """Return the names of the index files in a target folder that another run than `identity` has written.
 
-    None if a shard of that run's stays, which is somebody's by now: nothing but the index makes it a checkpoint.
+    None if a shard of that run's stays, which is somebody's by now: nothing but the index makes it a checkpoint. A
+    pointer to another save stays in any case.
     """
     earlier = RunIdentity.recorded(folder / STATE)
     if earlier is None:
@@ -344,7 +356,9 @@ def leftover_index(folder: Path, identity: RunIdentity) -> tuple[str, ...]:
     named = _target_files(earlier) if "target_ranks" in earlier.facts else ()
     shards = {*named, *(record.file for record in _records(folder / STATE))}
     staying = shards.difference(leftovers(folder, identity), _target_files(identity))
-    return () if any(is_taken(folder / file) for file in staying) else own_index_files(folder, earlier)
+    if any(is_taken(folder / file) for file in staying):
+        return ()
+    return tuple(name for name in own_index_files(folder, earlier) if not names_another_save(folder, earlier, name))
 
 
 def _given_up(folder: Path, earlier: RunIdentity) -> Iterator[tuple[str, int]]:

@@ -404,6 +404,31 @@ def test_a_later_save_of_the_training_stays_the_latest(tmp_path: Path) -> None:
     assert (out / "latest").read_text() == "global_step3"
 
 
+def test_a_later_save_stays_the_latest_though_the_commit_record_was_removed(tmp_path: Path) -> None:
+    source, out, asked = source_of(tmp_path), tmp_path / "out", {"to": "deepspeed", "dp": 3, "zero_stage": 2}
+    reshard_mpi.transform(source, out, **asked)
+    shutil.copytree(out / "global_step3", out / "global_step10")
+    (out / "latest").write_text("global_step10")
+    (out / "reshard.json").unlink()
+    reshard_mpi.transform(source, out, resume=True, **asked)
+    assert (out / "latest").read_text() == "global_step10" and (out / "reshard.json").exists()
+
+
+@pytest.mark.parametrize("to", few(1, ["deepspeed", "megatron"]))
+def test_the_pointer_of_a_training_that_has_gone_on_is_nothing_to_be_removed(tmp_path: Path, to: str) -> None:
+    """With --overwrite a run of another format removes what the earlier one has made, and refuses what is not its."""
+    source, out = source_of(tmp_path), tmp_path / "out"
+    reshard_mpi.transform(source, out, to=to, **({"dp": 3, "zero_stage": 2} if to == "deepspeed" else {}))
+    pointer = out / ("latest" if to == "deepspeed" else "latest_checkpointed_iteration.txt")
+    (own,) = (path for path in out.iterdir() if path.is_dir() and path.name != ".reshard_mpi")
+    later = out / ("global_step10" if to == "deepspeed" else "iter_0000010")
+    shutil.copytree(own, later)
+    pointer.write_text("global_step10" if to == "deepspeed" else "10")
+    with pytest.raises(TargetError, match="no part of the checkpoint"):
+        reshard_mpi.transform(source, out, to="torch", overwrite=True)
+    assert pointer.read_text().endswith("10") and later.exists() and own.exists()
+
+
 def test_a_file_of_another_save_beside_the_targets_is_refused(tmp_path: Path) -> None:
     tag = tmp_path / "out/global_step3"
     tag.mkdir(parents=True)
