@@ -18,7 +18,7 @@ from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable
 from reshard_mpi.planning.source_flaws import MissingRanks, UnusableShard
 from reshard_mpi.sharding.strategy import Strategy
-from reshard_mpi.text import MIB
+from reshard_mpi.text import MIB, counted
 
 if TYPE_CHECKING:
     from reshard_mpi.quantization.placing import QuantizedWeights
@@ -127,12 +127,12 @@ class SourceCheckpoint:
     @property
     def summary_text(self) -> str:
         """The checkpoint in one line: format, files, ranks and tensors."""
-        files = len(self.files.shards)
+        files = counted(len(self.files.shards), "file")
         ranks, tensors = self.strategy.world_size, self.extent.tensors
-        counts = [f"{files} {'file' if files == 1 else 'files'}"]
-        counts += [f"{ranks} ranks"] if ranks > 1 else []
-        counts += [f"{tensors} {'tensor' if tensors == 1 else 'tensors'}{' a rank' if ranks > 1 else ''}"]
-        return ", ".join([formats.title(self.files.format), *counts])
+        counts = [f"{ranks} ranks", f"{counted(tensors, 'tensor')} a rank"]
+        if ranks == 1:
+            counts = [counted(tensors, "tensor")]
+        return ", ".join([formats.title(self.files.format), files, *counts])
 
     @property
     def location_text(self) -> str:

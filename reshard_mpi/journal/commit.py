@@ -13,8 +13,7 @@ import fcntl
 import hashlib
 import json
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, pairwise
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,7 +49,7 @@ from reshard_mpi.journal.target_journal import COMMIT_LOCK
 from reshard_mpi.journal.target_records import TargetRecord
 from reshard_mpi.planning.shared_facts import differing_stages, require_one_checkpoint, require_same_names
 from reshard_mpi.planning.source_flaws import Differences, between_targets, difference_messages, without
-from reshard_mpi.text import natural_key
+from reshard_mpi.text import natural_key, ranges
 
 # Larger records take more memory than a process has asked for when it plans.
 _MOST_READ_EARLY_BYTES = 1 << 20
@@ -175,7 +174,7 @@ def _require_complete(folder: Path, identity: RunIdentity, besides: str) -> list
     targets = recorded_targets(folder, identity)
     records = [record for record in targets.values() if isinstance(record, TargetRecord)]
     if len(records) < target_ranks:
-        missing = ranges(_gaps([record.rank for record in records], target_ranks))
+        missing = ranges(rank for rank in range(target_ranks) if not isinstance(targets.get(rank), TargetRecord))
         first = next(rank for rank in range(target_ranks) if not isinstance(targets.get(rank), TargetRecord))
         raise TransformError(
             f"{target_ranks - len(records)} of {target_ranks} targets are not complete: {missing}",
@@ -355,7 +354,7 @@ def _require_alike(folder: Path, identity: RunIdentity, records: Sequence[Target
         raise CoverageError(
             f"the targets of stage {stage} do not hold the same parameters",
             expected="all ranks of a stage alike",
-            got=f"differences between target ranks {ranges(_runs(sorted(names)))}",
+            got=f"differences between target ranks {ranges(sorted(names))}",
             where=str(folder),
             remedy=_ANEW,
         )
@@ -396,7 +395,7 @@ def _not_as_made(folder: Path, target_rank: int, problem: str) -> TransformError
 
 
 def _as_text(
-    identity: RunIdentity, records: Sequence[TargetRecord], sums: Mapping[str, int], index_digests: dict[str, str]
+    identity: RunIdentity, records: Sequence[TargetRecord], sums: Mapping[str, int], index_digests: Mapping[str, str]
 ) -> str:
     """Return the text of the commit record. Nothing in it depends on which process made a target, or when.
 
@@ -409,9 +408,10 @@ def _as_text(
     if sums:
         head["sums"] = {name: f"{sums[name]:08x}" for name in sorted(sums)}
     if index_digests:
-        head["index"] = index_digests.pop(identity.index_files[-1])
-    if index_digests:
-        head["before_index"] = index_digests
+        last = identity.index_files[-1]
+        head["index"] = index_digests[last]
+        if len(index_digests) > 1:
+            head["before_index"] = {name: digest for name, digest in index_digests.items() if name != last}
     files = {file.path: file.size_bytes for record in records for file in record.evidence.sources.files}
     sources = ({"file": path, "size_bytes": files[path]} for path in sorted(files, key=natural_key))
     targets = (
@@ -430,21 +430,3 @@ def _as_text(
     text = ",\n".join([json.dumps(head, indent=1).removesuffix("\n}"), *lists]) + "\n}\n"
     return written(text, COMMIT_ROOM, "the commit")
 
-
-def ranges(runs: Iterable[tuple[int, int]]) -> str:
-    """Return runs of ranks, first and last, as sbatch's --array takes them: `1,4-7`."""
-    return ",".join(f"{first}-{last}" if first < last else f"{first}" for first, last in runs)
-
-
-def _runs(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last of every run of ascending ranks."""
-    for _, run in groupby(enumerate(ranks), lambda numbered: numbered[1] - numbered[0]):
-        consecutive = [rank for _, rank in run]
-        yield consecutive[0], consecutive[-1]
-
-
-def _gaps(ranks: Sequence[int], count: int) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last of every run of ranks below `count` that are missing from these ascending ones."""
-    for before, after in pairwise((-1, *ranks, count)):
-        if before + 1 < after:
-            yield before + 1, after - 1

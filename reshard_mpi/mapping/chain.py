@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.apply_rules import applied
 from reshard_mpi.mapping.box_pairs import MAX_PAIRS, BoxPair, TargetShape, TermTensor
 from reshard_mpi.mapping.direction import Inventory
@@ -170,9 +169,7 @@ def chained(
         _require_none_taken(stranded, mapped)
         stranded |= mapped.stranded
         yield mapped
-        kinds = {tensor.name: TensorType(tensor.dtype, tensor.shape.shape) for tensor in mapped.made}
-        kinds |= {constant.name: constant.kind for constant in mapped.constants}
-        inventory = kinds | {number.name: number.kind for number in mapped.computed}
+        inventory = mapped.kinds
         beside = frozenset(tensor.name for tensor in mapped.made if beside.issuperset(tensor.sources.values()))
     mapped = applied(last, choice._replace(beside=beside), inventory, forward, like, settings, of_target)
     _require_none_taken(stranded, mapped)

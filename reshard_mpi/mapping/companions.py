@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError, ReshardError
-from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.apply_to_file import MappedFile
 from reshard_mpi.mapping.box_pairs import BoxPair, TargetShape, TermTensor
 from reshard_mpi.mapping.chain import composed
@@ -383,9 +382,7 @@ def companions_followed(
     weights = quantization.weights
     for mapped in made.mapped:
         mapped, weights = _followed(mapped, weights, inventory)
-        inventory = {tensor.name: TensorType(tensor.dtype, tensor.shape.shape) for tensor in mapped.made}
-        inventory |= {constant.name: constant.kind for constant in mapped.constants}
-        inventory |= {number.name: number.kind for number in mapped.computed}
+        inventory = mapped.kinds
         results.append(mapped)
     made = made._replace(mapped=tuple(results), made=composed(results))
     if not weights:

@@ -10,7 +10,7 @@ from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.axis_sizes import extent
 from reshard_mpi.mapping.equations import Term, axes_of
 from reshard_mpi.mapping.rules import EquationRule, Rules
-from reshard_mpi.text import did_you_mean, shortened
+from reshard_mpi.text import counted, did_you_mean, shortened
 
 # How many names are given in an error.
 MAX_NAMED = 5
@@ -99,7 +99,7 @@ def shown_term(term: Term) -> str:
     """Return the name and the number of dimensions of a term, as words."""
     if term.dims is None:
         return term.name.text
-    return f"{term.name.text} of {len(term.dims)} {'dimension' if len(term.dims) == 1 else 'dimensions'}"
+    return f"{term.name.text} of {counted(len(term.dims), 'dimension')}"
 
 
 def shown(inventory: Inventory) -> str:

@@ -230,6 +230,13 @@ class MapResult(NamedTuple):
     own_types: Mapping[str, DType] = MappingProxyType({})
 
     @property
+    def kinds(self) -> dict[str, TensorType]:
+        """The type and shape of every tensor, by its name."""
+        kinds = {tensor.name: TensorType(tensor.dtype, tensor.shape.shape) for tensor in self.made}
+        kinds |= {constant.name: constant.kind for constant in self.constants}
+        return kinds | {number.name: number.kind for number in self.computed}
+
+    @property
     def in_own_types(self) -> MapResult:
         """The same without `--dtype`, as far as tensors are made of others."""
         if not self.own_types:

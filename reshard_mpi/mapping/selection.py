@@ -94,13 +94,13 @@ def settings_among(shapes: Mapping[str, Shape]) -> frozenset[str]:
     Args:
         shapes: of all tensors, by names in their file.
     """
-    parts_of = {name: [part for part in name.split(".") if not part.isdecimal()] for name in shapes}
+    parts_by_name = {name: [part for part in name.split(".") if not part.isdecimal()] for name in shapes}
     of_parameters = {
-        parts[-1] for name, parts in parts_of.items() if STATE_KEY in parts[:-1] and prod(shapes[name]) != 1
+        parts[-1] for name, parts in parts_by_name.items() if STATE_KEY in parts[:-1] and prod(shapes[name]) != 1
     }
     return frozenset(
         name
-        for name, (*parents, key) in ((name, parts) for name, parts in parts_of.items() if parts)
+        for name, (*parents, key) in ((name, parts) for name, parts in parts_by_name.items() if parts)
         if prod(shapes[name]) == 1
         and (
             GROUPS in parents

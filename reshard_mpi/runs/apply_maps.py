@@ -130,8 +130,7 @@ class SourceMaps(NamedTuple):
         strings = {name: text for name, text in plan.strings.items() if name not in gone}
         if made_file.nest is not None:
             strings[NEST] = made_file.nest
-        kinds = {tensor.name: TensorType(tensor.dtype, tensor.shape.shape) for tensor in steps[-1].mapped.made}
-        kinds |= {tensor.name: tensor.kind for tensor in steps[-1].mapped.constants}
+        kinds = steps[-1].mapped.kinds
         outcome = MapsOutcome(
             plan=plan,
             inventory=inventory,

@@ -17,14 +17,14 @@ from reshard_mpi.runs.open_run import Run
 from reshard_mpi.runs.outcome import Outcome, together
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.process_memory import RunMemory
-from reshard_mpi.runs.progress import Progress, Words, complain
+from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request
 from reshard_mpi.runs.target_plans import TargetPlans
 from reshard_mpi.runs.transform import checked_plans, compare_replicas
 from reshard_mpi.sharding.layout import whole_shape
 from reshard_mpi.sharding.placement import Shape
 from reshard_mpi.sharding.strategy import Strategy
-from reshard_mpi.text import format_bytes, one_line
+from reshard_mpi.text import counted, format_bytes, one_line
 
 _NONE_KNOWN: Mapping[str, Shape] = MappingProxyType({})
 # More lines would hide the notes and warnings beside them.
@@ -151,14 +151,13 @@ class Plan(NamedTuple):
             )
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         lines = ["  ".join([*(f"{cell:>{width}}" for cell, width in zip(row, widths)), row[5]]) for row in rows]
-        count = len(self.targets)
-        total = f"{count} {'target' if count == 1 else 'targets'}, {format_bytes(self.written_bytes)}"
+        total = f"{counted(len(self.targets), 'target')}, {format_bytes(self.written_bytes)}"
         most = f"each process needs at most {format_bytes(self.peak_bytes)} of memory"
         return "\n".join([f"source: {self.source}", *map(one_line, self.tensors), *lines, f"{total}; {most}"])
 
 
 def plan_targets(
-    request: Request, comm: Comm, progress: Progress | None = None, *, lists_tensors: bool = False
+    request: Request, comm: Comm, progress: Progress, *, lists_tensors: bool = False
 ) -> tuple[Plan, Outcome]:
     """Plan the targets of `request` without writing; return the plan, and an outcome with notes and warnings.
 
@@ -167,17 +166,16 @@ def plan_targets(
 
     Raises, the same on every process, the errors for which `convert` refuses a run.
     """
-    shown = Progress(Words(complain)) if progress is None else progress
     listing = _Listing(lists_tensors=lists_tensors)
 
     def make(damage: Mapping[int, ReshardError]) -> TargetPlans:
         nonlocal listing
         listing = _Listing(lists_tensors=lists_tensors)
-        return TargetPlans.make(request, comm, None, memory, shown, damage, listing.add)
+        return TargetPlans.make(request, comm, None, memory, progress, damage, listing.add)
 
-    with RunMemory(lambda: request.allowance, comm, shown) as memory:
-        plans, planned = checked_plans(make, comm, memory, shown)
-        outcome = compare_replicas(plans, planned, comm, memory, shown)
+    with RunMemory(lambda: request.allowance, comm, progress) as memory:
+        plans, planned = checked_plans(make, comm, memory, progress)
+        outcome = compare_replicas(plans, planned, comm, memory, progress)
         summaries = [summary for share in together(comm, lambda: listing.summaries) for summary in share]
         conversion = plans.run.conversion
         lines: Iterable[str] = ()

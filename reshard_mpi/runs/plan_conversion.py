@@ -218,7 +218,7 @@ class Conversion:
         if plan.checks:
             plan = plan._replace(differing=self._differing(plan.checks))
         return plan._replace(
-            shared_facts=(*plan.shared_facts, *self._moments(plan, manifests), *counters),
+            shared_facts=(*plan.shared_facts, *self._moments(manifests), *counters),
             prefix_digests=self._beginnings(plan),
         )
 
@@ -363,7 +363,7 @@ class Conversion:
             self._opener = ShardOpener(self.planned_source, self.placed_target, self.policy)
         return self._opener
 
-    def _moments(self, plan: RankPlan, manifests: Mapping[int, Manifest]) -> tuple[SharedFact, ...]:
+    def _moments(self, manifests: Mapping[int, Manifest]) -> tuple[SharedFact, ...]:
         if self.view is not None:
             # Names in the source itself tell the moment. In a map's result, a number in a name may be another's.
             return ()

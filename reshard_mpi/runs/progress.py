@@ -169,10 +169,10 @@ def format_seconds(seconds: float) -> str:
 _WORTH_SECONDS = 1.0
 
 
-def say(text: str, stream: TextIO, end: str = "\n") -> None:
+def say(text: str, stream: TextIO) -> None:
     """Print a text at once. Nothing is raised if the stream is closed, since a run can do without its output."""
     with contextlib.suppress(OSError, ValueError):
-        stream.write(text + end)  # at once, or lines of several processes would run into each other
+        stream.write(f"{text}\n")  # at once, or lines of several processes would run into each other
         stream.flush()
 
 
@@ -364,9 +364,7 @@ class SliceCounter:
 
 def told_target(report: TargetReport) -> str:
     """Return a complete target in one line."""
-    sources = len(report.read_ranks)
     waited = f", {report.waited_seconds:.2f} s of it waiting" if report.waited_seconds >= _WORTH_SECONDS else ""
-    return (
-        f"target {report.rank}: {format_bytes(report.written_bytes)} from {sources} source"
-        f" {'rank' if sources == 1 else 'ranks'} in {report.seconds:.2f} s{waited}"
-    )
+    sources = counted(len(report.read_ranks), "source rank")
+    written = format_bytes(report.written_bytes)
+    return f"target {report.rank}: {written} from {sources} in {report.seconds:.2f} s{waited}"

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.checkpoints.compare_replicas import compare, comparing_bytes
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, ShardError, TransformError
@@ -48,8 +48,6 @@ from reshard_mpi.runs.target_plans import PlanReport, TargetPlans
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.mapped_source import MappedCheckpoint
-
-T = TypeVar("T")
 
 
 class ComparisonReport(NamedTuple):
