@@ -38,6 +38,7 @@ __all__ = [
     "register",
     "require_target",
     "suffixes",
+    "target_file",
     "targets",
     "title",
     "unregister",
@@ -51,6 +52,14 @@ _ITERATION = re.compile(r"\d{1,12}", re.ASCII)
 DEFAULT = "ckpt"
 # What names of target files begin with, unless the user says otherwise or their format has names of its own.
 DEFAULT_PREFIX = "checkpoint_"
+
+
+def target_file(name: str, target_rank: int, targets: int, prefix: str) -> str:
+    """Return the path of a target, relative to the target folder, in the format called `name`."""
+    folder_format = folder_by_name(name)
+    if folder_format is not None:
+        return folder_format.file_name(target_rank, targets, prefix)
+    return f"rank_{target_rank}/{prefix}{target_rank}{info(name).suffixes[0]}"
 
 
 def by_name(name: str) -> Format:

@@ -429,4 +429,3 @@ def _as_text(
     )
     text = ",\n".join([json.dumps(head, indent=1).removesuffix("\n}"), *lists]) + "\n}\n"
     return written(text, COMMIT_ROOM, "the commit")
-

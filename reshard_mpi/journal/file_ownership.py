@@ -421,14 +421,9 @@ def _remove_partial_files(folder: Folder, state: Folder, earlier: RunIdentity) -
 
 def _target_files(identity: RunIdentity) -> Iterator[str]:
     """Yield the paths of all targets of a run, relative to the target folder."""
-    folder_format = formats.folder_by_name(identity.format)
     targets, prefix = identity.target_ranks, str(identity.facts.get("prefix", ""))
-    ending = formats.info(identity.format).suffixes[0]
     for rank in range(targets):
-        if folder_format is not None:
-            yield folder_format.file_name(rank, targets, prefix)
-        else:
-            yield f"rank_{rank}/{prefix}{rank}{ending}"
+        yield formats.target_file(identity.format, rank, targets, prefix)
 
 
 def _records(state: Path) -> Iterator[RecordHead]:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.dtypes import FLOATS, DType
 from reshard_mpi.formats.locations import ByteRanges, Constant, Converted, Location
 from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS, ChunkedTensors, TensorEntry, TensorTable, TensorType
-from reshard_mpi.planning.rank_plan import Group, PlannedTensors, ReadGroup
+from reshard_mpi.planning.rank_plan import Group, PlannedTensors, RankPlan, ReadGroup
 from reshard_mpi.sharding.box import Box, Pieces
 from reshard_mpi.sharding.strides import Move, source_region
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 _NOWHERE = ByteRanges(())
 # Of tensors with more routes than this the ones that are needed are looked up.
 _FEW_ROUTES = 8
-NO_HOLES: Mapping[str, ReshardError] = MappingProxyType({})
 
 
 class _Recipe(NamedTuple):
@@ -55,21 +53,19 @@ class MappedTensors(TensorTable):
         self,
         path: str,
         mapped: MapResult,
-        plan: PlannedTensors,
-        rank: int,
-        holes: Mapping[str, ReshardError] = NO_HOLES,
+        plan: RankPlan,
     ) -> None:
         """Make the tensors of `mapped`.
 
         Args:
-            plan: of all tensors of the checkpoint, whole, in its own names and shapes.
-            rank: that which what is in no shard is said to come from.
-            holes: the tensors of the plan that cannot be made; what is made of them cannot be taken.
+            plan: of all tensors of the checkpoint, whole, in its own names and shapes. What is made of its holes cannot
+                be taken; what is in no shard is said to come from the first rank that is read.
         """
         super().__init__(path)
-        self._groups: Sequence[Group] = plan.groups
-        self._holes = {number: holes[name] for name, (number, _) in plan.places.items() if name in holes}
-        self._rank = rank
+        place_of = plan.tensors.places
+        self._groups: Sequence[Group] = plan.tensors.groups
+        self._holes = {number: plan.holes[name] for name, (number, _) in place_of.items() if name in plan.holes}
+        self._rank = min(plan.read_ranks, default=0)
         # By the identity of tensors, which are kept with what they become.
         self._converted: dict[tuple[int, DType], tuple[TensorTable, TensorTable]] = {}
         self._pieces: dict[int, Pieces] = {}
@@ -77,7 +73,6 @@ class MappedTensors(TensorTable):
         self._number_of_recipe: dict[tuple[object, ...], int] = {}
         self._places: list[Sequence[int]] = []
         self.recipe_of = array("I")
-        place_of = plan.places
         for tensor in mapped.made:
             located = [place_of[tensor.sources[pair.source]] for pair in tensor.shape.pairs]
             groups = tuple(number for number, _ in located)

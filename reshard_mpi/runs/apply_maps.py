@@ -56,10 +56,8 @@ class MapStep(NamedTuple):
     @property
     def in_own_types(self) -> MapStep:
         """The step without `--dtype`: another one after it gives tensors these types."""
-        mapped, plan = self.mapped.in_own_types, self.plan
-        rank = min(plan.read_ranks, default=0)
-        tensors = MappedTensors(self.tensors.path, mapped, plan.tensors, rank, plan.holes)
-        return self._replace(mapped=mapped, tensors=tensors)
+        mapped = self.mapped.in_own_types
+        return self._replace(mapped=mapped, tensors=MappedTensors(self.tensors.path, mapped, self.plan))
 
 
 class MapsOutcome(NamedTuple):
@@ -182,10 +180,7 @@ class SourceMaps(NamedTuple):
         computed, ranks = self._computed(mapped, plan)
         mapped = mapped._replace(constants=(*mapped.constants, *computed))
         plan = plan._replace(value_ranks=(*plan.value_ranks, *ranks))
-        rank = min(plan.read_ranks, default=0)
-        return MapStep(
-            rules, plan, mapped, MappedTensors(self.original.source.files.path, mapped, plan.tensors, rank, plan.holes)
-        )
+        return MapStep(rules, plan, mapped, MappedTensors(self.original.source.files.path, mapped, plan))
 
     def wanted(self, derived: Sequence[DerivedTensor]) -> list[DerivedTensor]:
         """Return the tensors that targets have; others are left out by their strategy."""

@@ -148,8 +148,7 @@ class MappedCheckpoint(SourceCheckpoint):
         """Return where parts of its tensors come from. Raises the error for what cannot be made."""
         outcome = self._opened()
         made_parts, whole = parts_of(self.packed, [parts], outcome.kinds), outcome.whole
-        rank = min(whole.read_ranks, default=0)
-        made = MappedTensors(self.files.path, made_parts, whole.tensors, rank, whole.holes)
+        made = MappedTensors(self.files.path, made_parts, whole)
         tensors, holes = made.planned()
         for error in holes.values():
             raise error.with_traceback(None)

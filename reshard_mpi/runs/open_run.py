@@ -214,18 +214,21 @@ def open_run(
     )
     packing = packing_of(request, conversion.source, name)
     conversion, map_digests = apply_map(request, conversion, packing)
-    if conversion.view is not None and traits.packs:
+
+    def reserve_for_planning(most_planned: int = 1) -> None:
+        streamed = is_streamed(request, name)
         memory.reserve_for_planning(
-            Workload(conversion, name, verify=request.verify, is_streamed=is_streamed(request, name)), purpose
+            Workload(conversion, name, most_planned, request.verify, is_streamed=streamed), purpose
         )
+
+    if conversion.view is not None and traits.packs:
+        reserve_for_planning()
         packed = conversion.view.packed
         request = request._replace(prefix=packed.prefix)
         strategies = strategies._replace(target=Strategy(len(packed.files), 1, {}))  # which file has what is known
         conversion = conversion.to(strategies.target)
     if traits.split_by_size:
-        memory.reserve_for_planning(
-            Workload(conversion, name, verify=request.verify, is_streamed=is_streamed(request, name)), purpose
-        )
+        reserve_for_planning()
         whole = conversion.plan(0, checked=False).tensors.specs
         strategies = strategies._replace(target=strategy_of(filled_files(whole, request.most_file_bytes)))
         conversion = conversion.to(strategies.target)
@@ -235,9 +238,7 @@ def open_run(
     _require_writable(request, name)
     memory.on_memory_released(conversion.forget)
     most_planned = len(targets) if most_planned is None else most_planned
-    memory.reserve_for_planning(
-        Workload(conversion, name, most_planned, request.verify, is_streamed=is_streamed(request, name)), purpose
-    )
+    reserve_for_planning(most_planned)
     conversion.require_fitting_strategies()
     return Run(request, conversion, name, targets, strategies, map_digests)
 
@@ -356,11 +357,7 @@ def _target_file(request: Request, format_name: str, target_rank: int, targets: 
         return Path(request.target_file)
     if request.files is not None:
         return Path(request.target, request.files.names[target_rank])
-    folder_format = formats.folder_by_name(format_name)
-    if folder_format is not None:
-        return Path(request.target, folder_format.file_name(target_rank, targets, request.prefix))
-    ending = formats.info(format_name).suffixes[0]
-    return Path(request.target, f"rank_{target_rank}", f"{request.prefix}{target_rank}{ending}")
+    return Path(request.target, formats.target_file(format_name, target_rank, targets, request.prefix))
 
 
 def chosen_targets(request: Request, conversion: Conversion) -> tuple[int, ...]:
