@@ -21,8 +21,8 @@ from reshard_mpi.journal.provenance import FileState
 from reshard_mpi.options import check_flag
 from reshard_mpi.planning.rank_plan import meeting
 from reshard_mpi.planning.target_tensors import Policy
+from reshard_mpi.runs.maps_and_packing import apply_map
 from reshard_mpi.runs.outcome import Overflow, overflow_warnings
-from reshard_mpi.runs.packing import apply_map
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.progress import log
 from reshard_mpi.runs.request import Request, Strategies, look_around

@@ -198,9 +198,10 @@ def _compared(
 ) -> Iterator[PairResult]:
     """Compare tensors in two shards: `pair.tensors` at most whose parts should be the same, and as many of the others.
 
+    Tensors that cannot be compared, for instance because a shard is damaged, are left to planning.
+
     Args:
         is_recorded: whether the run that wrote the shards has recorded how they are cut: then parts may well be equal.
-            Tensors that cannot be compared, for instance because a shard is damaged, are left to planning.
     """
     one_part_of: dict[tuple[int, Shape | None], bool] = {}
     left = {True: pair.tensors, False: pair.tensors}

@@ -1,4 +1,4 @@
-"""Sum up the contents of a checkpoint: parameters, bytes, layers, experts, steps (`contents_of`, `content_lines`)."""
+"""Count the contents of a checkpoint: parameters, bytes, layers, experts, steps (`contents_of`, `content_lines`)."""
 
 from __future__ import annotations
 

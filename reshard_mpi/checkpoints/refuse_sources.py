@@ -1,4 +1,4 @@
-"""Refuse foreign and incomplete checkpoints: Megatron, one shard (`require_readable`, `require_full`).
+"""Refuse forms of other programs that are not read, and one shard that is no full checkpoint (`require_readable`).
 
 Folders of Megatron and DeepSpeed hold torch's files, which would pass for one full checkpoint, or for none. Each is
 refused by what it is. In a data-parallel run every rank saves the whole checkpoint; in any other run one shard is only

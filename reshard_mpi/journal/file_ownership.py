@@ -267,7 +267,7 @@ def names_another_save(folder: Path, identity: RunIdentity, name: str) -> bool:
 
 
 def _named_folders(pointer: Path) -> set[str]:
-    """Return the names that a file says of a folder, as far as they are those of folders that lie beside it."""
+    """Return the names under which the folder that a file names lies beside it; none if it does not."""
     try:
         name = first_bytes(pointer, _MOST_OF_POINTER).decode().strip()
     except (OSError, UnicodeDecodeError):

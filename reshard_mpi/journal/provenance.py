@@ -29,7 +29,7 @@ from reshard_mpi.planning.rank_plan import RankPlan, SharedFact, StageDigest
 from reshard_mpi.planning.source_flaws import PrefixDigest
 
 _MANY = 3
-# Of a source of thousands of files no process looks at all. Who exchanges a checkpoint exchanges nearly all.
+# No process looks at every file of a source of thousands. Who exchanges a checkpoint exchanges nearly all.
 _MOST_SEEN = 32
 # Kernels keep whole seconds in 64 bits, and a file system may keep any of these times.
 MAX_NS = (1 << 63) * 10**9

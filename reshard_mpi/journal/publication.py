@@ -2,8 +2,7 @@
 
 A process that is killed leaves a partial file. Where one process at a time may write a file, the next one removes it.
 Where several may, each holds a lock on its partial file as long as it lives, so a partial file without a lock is stale.
-Locks may not reach other hosts, so only those of this host are looked at: a name has a digest of the host it was made
-on.
+Locks may not reach other hosts, so the name of a partial file has a digest of its host, and each removes its own only.
 """
 
 from __future__ import annotations

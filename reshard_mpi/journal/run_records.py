@@ -44,8 +44,8 @@ _UNLIKE = re.compile(r", sha256:[0-9a-f]+\Z")
 _RECORDED = {option.recorded_name: option for option in OPTIONS.values() if option.is_recorded}
 # Options that name a file; the setting is its digest.
 FILES_BY_DIGEST = tuple(name for name, option in _RECORDED.items() if option.kind is PATH)
-# What files decide (settings are their digests) -> the names under which records keep the files' paths. The glob that
-# has led to what was chosen is kept as they are.
+# What files decide (settings are their digests) -> the names under which records keep the files' paths. The glob by
+# which files were chosen is kept likewise.
 _FILES = {**{name: f"{name}_file" for name in (*FILES_BY_DIGEST, "map")}, CHOSEN: _SELECT}
 # Settings -> their options on the command line.
 _FLAGS = {

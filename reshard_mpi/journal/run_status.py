@@ -132,7 +132,7 @@ def _partial_files(folder: Path) -> list[str]:
 def _unfinished_uploads(folder: Path) -> list[str]:
     """Return the names of objects that are being sent, or were when their writer died, with the time of the beginning.
 
-    None where the store does not tell.
+    Empty where the store does not tell.
     """
     from reshard_mpi.filesystem.object_store import ObjectPlace
     from reshard_mpi.filesystem.object_uploads import unfinished

@@ -38,7 +38,7 @@ from reshard_mpi.mapping.stranded_state import require_none_by_order
 
 
 class SourceTree(NamedTuple):
-    """The source without its tensors: nest text and settings."""
+    """The source without its tensors: how they are nested, which are tied, and its path."""
 
     nest: str | None  # the text that says how they are nested; None if they are not
     tied: Mapping[str, str]  # tensors that are other ones once more, with the name of the first of these

@@ -27,7 +27,7 @@ from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.strides import paired
 from reshard_mpi.text import counted
 
-# What is packed along an axis is packed along no other one once the axes change places.
+# Kinds of schemes in which no byte holds parts of several elements: only then may axes change places.
 _UNPACKED = ("fp8", "int8")
 Weights = Mapping[str, StoredWeight]
 # Types into which no weight is dequantized.

@@ -108,9 +108,10 @@ def _below(begin: str, names: Collection[str], parameters: Sequence[MadeParamete
 
 
 def is_taken_off(begin: str, made: Iterable[tuple[str, Collection[str]]]) -> bool:
-    """Tell whether maps take off what names of a model begin with: what begins so then has a part that is called so.
+    """Tell whether maps take off what names of a model begin with, as where `model.fc.w` becomes `fc.w`.
 
-    If all names still begin so, they lie in the same dictionary of the file as before.
+    A name that begins so afterwards is then the name of a part that is called so. If all names still begin so, they lie
+    in the same dictionary of the file as before.
 
     Args:
         made: the names of what is made of the model's tensors, tied ones too, each with those of its sources.

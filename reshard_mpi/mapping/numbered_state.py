@@ -73,7 +73,7 @@ class Numbered(NamedTuple):
 
 
 class Training(NamedTuple):
-    """The training in a file: model, optimizers, parameter groups."""
+    """The training in a file: where its model lies, and which parameter has which number in its optimizer."""
 
     prefix: str  # what names of the model's tensors begin with
     optimizer: Numbered | None  # None if there is none, or no state in it

@@ -188,7 +188,7 @@ class ConstantTensor(NamedTuple):
 
     @property
     def shape(self) -> TargetShape:
-        """The sources of a constant: none."""
+        """Its shape, all of it made of no source."""
         return TargetShape(self.kind.shape, (), (Box.whole(self.kind.shape),))
 
 

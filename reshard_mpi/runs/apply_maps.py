@@ -36,7 +36,7 @@ from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.text import counted, shortened
 
 if TYPE_CHECKING:
-    from reshard_mpi.runs.packing import Packing
+    from reshard_mpi.runs.maps_and_packing import Packing
 
 
 class MapStep(NamedTuple):

@@ -28,8 +28,8 @@ from reshard_mpi.planning.source_flaws import TEXT, UnusableShard, difference_me
 from reshard_mpi.planning.strategy_check import drift_warning
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.processes.comm import Comm
+from reshard_mpi.runs.maps_and_packing import as_read_from
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
-from reshard_mpi.runs.packing import as_read_from
 from reshard_mpi.runs.plan_conversion import LIMITS, Conversion
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, ProgressStage, SliceCounter

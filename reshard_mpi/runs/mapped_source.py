@@ -34,7 +34,7 @@ from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.sharding.strategy import Strategy, unsharded
 
 if TYPE_CHECKING:
-    from reshard_mpi.runs.packing import Packing
+    from reshard_mpi.runs.maps_and_packing import Packing
 
 
 def conversion_through(tensor_map: TensorMap, conversion: Conversion, packing: Packing | None = None) -> Conversion:

@@ -18,7 +18,7 @@ from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.needed_ranks import check_target_rank
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.planning.tensor_names import Accumulated
-from reshard_mpi.runs.packing import apply_map, packing_of, require_target_options
+from reshard_mpi.runs.maps_and_packing import apply_map, packing_of, require_target_options
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.request import Request, Strategies

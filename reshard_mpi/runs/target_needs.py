@@ -29,7 +29,7 @@ from reshard_mpi.text import KIB, MIB, format_bytes
 
 if TYPE_CHECKING:
     from reshard_mpi.formats.registry import FormatInfo
-    from reshard_mpi.runs.check_contents import Summing
+    from reshard_mpi.runs.check_sums import Summing
 
 # To share blocks of two files (`struct file_clone_range`): the source's descriptor, its offset, a length, an offset.
 _CLONE_RANGE = 0x4020940D

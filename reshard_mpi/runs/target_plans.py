@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from reshard_mpi.runs.recorded_sums import RecordedSums
 
 OnPlanned = Callable[[Run, RankPlan, int], None]
-# More than these read ahead further than there is room for.
+# With more targets side by side, what is read ahead for them would not fit into memory.
 _MOST_SIDE_BY_SIDE = 8
 _NOT_VERIFIED = (
     "targets that were complete already were not verified when they were made: reshard-mpi verify SRC DST does it now"

@@ -225,7 +225,7 @@ class Writer:
         Raises DamageError if they differ from their sources, ShardError if one has not the recorded sum.
         """
         from reshard_mpi.engine.checksums import NOTHING_SHOWN
-        from reshard_mpi.runs.check_contents import sums_as_planned
+        from reshard_mpi.runs.check_sums import sums_as_planned
 
         sync_and_drop_cache(descriptor)
         self._progress.synced(size_bytes)

@@ -4,8 +4,8 @@ A process is alone, an MPI rank, or a local worker. All do the same steps at the
 fails in one of them raises the same error in all (`together`); failures of steps 5 and 6 are in the outcome that all
 return. Nothing is written before step 4.
 
-1. `_plan`: each process opens the run and plans its targets (`runs/target_plans`); all check that they agree.
-2. `_check_sources`, with --verify: read the source's sums. A damaged shard is lost, and all is planned without it.
+1. `checked_plans`: each process opens the run and plans its targets (`runs/target_plans`); all check that they agree.
+2. In it, with --verify: read the source's sums. A damaged shard is lost, and all is planned once more without it.
 3. `compare_replicas`: compare replicas that must be the same, a sample, which shows if the strategy fits, and what a
    format that packs must find the same.
 4. `_begin`: make the target folder ready.
@@ -42,9 +42,9 @@ from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, ProgressStage, SliceCounter
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.shared_targets import write_targets
 from reshard_mpi.runs.target_needs import Workload, checking_bytes, require_room
 from reshard_mpi.runs.target_plans import PlanReport, TargetPlans
+from reshard_mpi.runs.write_targets import write_targets
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.mapped_source import MappedCheckpoint
@@ -182,7 +182,7 @@ def _check_sources(
         sizes: of all shards to check, in bytes by rank.
         to_read: the ranks whose tensors are summed; of others, all else is checked.
     """
-    from reshard_mpi.runs.check_contents import Summing, damage_of
+    from reshard_mpi.runs.check_sums import Summing, damage_of
 
     conversion = plans.run.conversion
     source = conversion.source
@@ -210,7 +210,7 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
     Nothing is read if each shard has sums of its own, by which it has been checked. Raises DamageError.
     """
     from reshard_mpi.journal.record_finder import damage_of_index
-    from reshard_mpi.runs.check_contents import committed_tensors, require_as_committed
+    from reshard_mpi.runs.check_sums import committed_tensors, require_as_committed
 
     source, path = plans.run.conversion.source, plans.run.request.source
     for damage in damage_of_index(Path(source.files.path)):

@@ -37,10 +37,10 @@ from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.planning.tensor_names import Unlisted
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor import Governor
-from reshard_mpi.runs.check_contents import BY_RECORD, Summing, check_shard, check_together, damage_of, damaged_record
+from reshard_mpi.runs.check_sums import BY_RECORD, Summing, check_shard, check_together, damage_of, damaged_record
+from reshard_mpi.runs.maps_and_packing import apply_map, files_of_run, reading_of
 from reshard_mpi.runs.open_run import chosen_targets
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
-from reshard_mpi.runs.packing import apply_map, files_of_run, reading_of
 from reshard_mpi.runs.plan_conversion import LIMITS, Conversion
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, ProgressStage, SliceCounter, Words, complain

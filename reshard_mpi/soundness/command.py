@@ -15,8 +15,8 @@ from reshard_mpi.errors import CoverageError, DamageError, DisagreementError, Re
 from reshard_mpi.mapping.tensor_kinds import TensorKind, kind_of
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.diff import compare_copies
+from reshard_mpi.runs.maps_and_packing import apply_map
 from reshard_mpi.runs.outcome import Checked, Outcome, agreed, together
-from reshard_mpi.runs.packing import apply_map
 from reshard_mpi.runs.plan_conversion import LIMITS
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, ProgressStage

@@ -24,7 +24,7 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.locations import ByteRange, ByteRanges
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
-from reshard_mpi.runs.shared_targets import Reserved
+from reshard_mpi.runs.write_targets import Reserved
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement

@@ -14,7 +14,7 @@ from support.processes import Measured, run_command
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import open_source
-from reshard_mpi.runs.check_contents import Summing
+from reshard_mpi.runs.check_sums import Summing
 from reshard_mpi.runs.target_needs import Projection, Workload, checking_bytes
 from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy import Strategy
