@@ -27,13 +27,6 @@ from reshard_mpi.sharding.placement import Shape
 _FINISH = "let the run that replaces them finish (transform with --resume; files of others, with --overwrite)"
 
 
-class FoundRecord(NamedTuple):
-    """Where the record of a file is, and the record itself: None if it is damaged."""
-
-    path: Path
-    record: TargetRecord | None
-
-
 class FoundHead(NamedTuple):
     """Where the record of a file is, and how it begins: None if it is damaged."""
 
@@ -48,16 +41,14 @@ class RecordFinder:
         self._rank_of: dict[Path, Mapping[str, int]] = {}  # by target folder: ranks by files
         self._holds_another = lru_cache(holds_another)
 
-    def find(self, path: str, likely_rank: int) -> FoundRecord | None:
-        """Return the record of the file at `path`; None if there is none, or it is about another file.
+    def find(self, path: str, likely_rank: int) -> TargetRecord | None:
+        """Return the record of the file at `path`; None if there is none, it is damaged, or about another file.
 
         Args:
             likely_rank: the target rank of the file, as it seems.
         """
         found = self.find_head(path, likely_rank)
-        if found is None or found.head is None:
-            return None if found is None else FoundRecord(found.path, None)
-        return FoundRecord(found.path, TargetRecord.read(found.path.parent, found.head.rank))
+        return None if found is None or found.head is None else TargetRecord.read(found.path.parent, found.head.rank)
 
     def find_head(self, path: str, likely_rank: int) -> FoundHead | None:
         """Return how the record of a file begins, as `find` returns the whole."""
@@ -199,9 +190,8 @@ def _require_one_state(finder: RecordFinder, files: Mapping[int, Sequence[str]],
     Args:
         is_committed: whether they were compared once, so that it does not matter what has become of the source since.
     """
-    found = {path: finder.find(path, rank) for rank, paths in files.items() for path in paths}
-    records = {path: each.record for path, each in found.items() if each is not None and each.record is not None}
-    of_paths = ((Path(path), record) for path, record in records.items())
+    found = ((path, finder.find(path, rank)) for rank, paths in files.items() for path in paths)
+    of_paths = ((Path(path), record) for path, record in found if record is not None)
     targets = {record.rank: (record.evidence.sources, record.written_ns(path)) for path, record in of_paths}
     if is_committed:
         require_same_sources({rank: sources for rank, (sources, _) in targets.items()}, _FINISH)

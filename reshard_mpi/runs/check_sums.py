@@ -100,8 +100,7 @@ def check_shard(
     tensors = read_bytes = world_size = 0
     for path in files.by_rank[rank]:
         shard = files.locate(path)
-        found = finder.find(path, rank)
-        record = None if found is None else found.record
+        record = finder.find(path, rank)
         recorded = {} if record is None else {tensor.name: tensor for tensor in record.sums}
         listed = (
             strategy_table.stated(shard.identity.strategy, shard.path).parameters if shard.identity is not None else ()
@@ -146,8 +145,8 @@ def damaged_record(files: ShardFiles, rank: int) -> Iterator[DamageError]:
     """Yield the damage of the records of a rank's files, if they cannot be read."""
     finder = RecordFinder()
     for path in files.by_rank[rank]:
-        found = finder.find(path, rank)
-        if found is not None and found.record is None:
+        found = finder.find_head(path, rank)
+        if found is not None and finder.find(path, rank) is None:
             remedy = "reshard-mpi verify SRC DST, if there is a source; transform with --resume makes the target anew"
             yield DamageError("the record of a shard is damaged", where=str(found.path), remedy=remedy)
 
@@ -157,9 +156,9 @@ def keeps_sums(files: ShardFiles, rank: int) -> bool:
     module, finder = formats.by_name(files.format), RecordFinder()
     found = ((path, finder.find(path, rank)) for path in files.by_rank[rank])
     return any(
-        (of_file is not None and of_file.record is not None and of_file.record.is_verified)
+        (record is not None and record.is_verified)
         or (formats.info(files.format).keeps_sums and module.stored_sums(path))
-        for path, of_file in found
+        for path, record in found
     )
 
 
@@ -351,9 +350,9 @@ def _unlike_its_record(files: ShardFiles, rank: int) -> Iterator[DamageError]:
     """Yield how the files of a rank differ from their records, besides the bytes of tensors."""
     finder = RecordFinder()
     for path in files.by_rank[rank]:
-        found = finder.find(path, rank)
-        if found is not None and found.record is not None:
-            shard, record = files.locate(path), found.record
+        record = finder.find(path, rank)
+        if record is not None:
+            shard = files.locate(path)
             yield from damage_by_record(shard, record, {tensor.name: tensor for tensor in record.sums})
             yield from damage_besides(path, shard.tensors, record)
 

@@ -6,7 +6,7 @@ transform. Then the tensors are compared byte by byte, in blocks; they are dealt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from typing import NamedTuple
 
 from reshard_mpi import formats
@@ -16,13 +16,13 @@ from reshard_mpi.checkpoints.opening import open_source, require_same_choice
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.first_difference import first_difference_of_tensors, value_at
-from reshard_mpi.engine.open_files import Files
+from reshard_mpi.engine.open_files import Files, OnBytes
 from reshard_mpi.errors import DifferenceError, SourceError
 from reshard_mpi.formats.manifest import NEST, TensorSpec
 from reshard_mpi.formats.nest.nodes import agree
 from reshard_mpi.formats.nest.rebuild_tree import first_difference as first_nest_difference
 from reshard_mpi.planning.gradient_joining import gradient_texts
-from reshard_mpi.planning.rank_plan import RankPlan
+from reshard_mpi.planning.rank_plan import RankPlan, TensorPlan
 from reshard_mpi.planning.replicas import partition_for
 from reshard_mpi.planning.source_flaws import TEXT, UnusableShard, difference_messages
 from reshard_mpi.planning.strategy_check import drift_warning
@@ -252,22 +252,28 @@ def _unlike(first: DiffSide, second: DiffSide) -> Iterator[DifferenceError]:
         yield DifferenceError(f"{len(unlike) - _MAX_DESCRIBED} more tensors are of another type or shape")
 
 
+def tensor_pairs(
+    first: DiffSide, second: DiffSide, names: Container[str], progress: Progress
+) -> Iterator[tuple[TensorPlan, TensorPlan, OnBytes]]:
+    """Yield tensors that both sides have, by names, and a function to be told how many bytes have been compared."""
+    others = {tensor.spec.name: tensor for tensor in second.plan.tensors if tensor.spec.name in names}
+    for tensor in first.plan.tensors:
+        other = others.get(tensor.spec.name)
+        if other is not None:
+            counted = SliceCounter(progress.moved, tensor.spec.size_bytes)
+            yield tensor, other, counted.add
+            counted.end()
+            progress.completed()
+
+
 def _differences(
     first: DiffSide, second: DiffSide, specs: Sequence[TensorSpec], progress: Progress
 ) -> Iterator[DifferenceError]:
     """Yield the first differing element of each of the tensors `specs` that differs."""
-    wanted = {spec.name for spec in specs}
-    others = {tensor.spec.name: tensor for tensor in second.plan.tensors if tensor.spec.name in wanted}
     differing = 0
     with Files() as files:
-        for tensor in first.plan.tensors:
-            other = others.get(tensor.spec.name)
-            if other is None:
-                continue
-            counted = SliceCounter(progress.moved, tensor.spec.size_bytes)
-            element = first_difference_of_tensors(files, tensor, other, LIMITS, counted.add)
-            counted.end()
-            progress.completed()
+        for tensor, other, on_bytes in tensor_pairs(first, second, {spec.name for spec in specs}, progress):
+            element = first_difference_of_tensors(files, tensor, other, LIMITS, on_bytes)
             if element is None:
                 size = format_bytes(tensor.spec.size_bytes)
                 progress.display.detail(f"{tensor.spec.name!r} is the same: {_described(tensor.spec)}, {size}")

@@ -17,11 +17,11 @@ from reshard_mpi.formats.nest.nodes import NestError
 from reshard_mpi.formats.nest.plain_values import as_json, leaves, values_beside
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.diff import DiffSide, planned_sides
+from reshard_mpi.runs.diff import DiffSide, planned_sides, tensor_pairs
 from reshard_mpi.runs.outcome import Checked, Outcome, attempt, raise_first_failure
 from reshard_mpi.runs.plan_conversion import LIMITS
 from reshard_mpi.runs.process_memory import RunMemory
-from reshard_mpi.runs.progress import Progress, ProgressStage, SliceCounter
+from reshard_mpi.runs.progress import Progress, ProgressStage
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.value_comparison import ComparedType, TensorComparison, ValueComparison, ValueDifference
 
@@ -75,17 +75,9 @@ def _compared(
     sides: tuple[DiffSide, DiffSide], wanted: Mapping[str, TensorSpec], tolerance: Tolerance, progress: Progress
 ) -> Iterator[TensorComparison]:
     """Yield how far tensors are apart that both sides have."""
-    first, second = sides
-    others = {tensor.spec.name: tensor for tensor in second.plan.tensors if tensor.spec.name in wanted}
     with Files() as files:
-        for tensor in first.plan.tensors:
-            other = others.get(tensor.spec.name)
-            if other is None:
-                continue
-            counted = SliceCounter(progress.moved, tensor.spec.size_bytes)
-            distance = distance_of(files, tensor, other, LIMITS, tolerance, counted.add)
-            counted.end()
-            progress.completed()
+        for tensor, other, on_bytes in tensor_pairs(*sides, wanted, progress):
+            distance = distance_of(files, tensor, other, LIMITS, tolerance, on_bytes)
             yield TensorComparison(tensor.spec.name, _type_of(tensor.spec), _type_of(other.spec), distance)
 
 

@@ -120,11 +120,11 @@ class RecordedSums:
 
     def _recorded(self, path: str, rank: int) -> dict[ByteRange, int]:
         """Return the CRC-32 of the tensors of a file, by their places, as far as its record has sums of them."""
-        found = self._finder.find(path, rank)
-        if found is None or found.record is None or not found.record.sums:
+        record = self._finder.find(path, rank)
+        if record is None or not record.sums:
             return {}
         shard, crcs = self._files.locate(path), dict[ByteRange, int]()
-        for recorded in found.record.sums:
+        for recorded in record.sums:
             entry = shard.tensors.get(recorded.name)
             if entry is None or not fits_record(recorded, entry):
                 return {}

@@ -115,8 +115,7 @@ class _ComparedCheckpoints(NamedTuple):
         """Return the damage of a target file besides its tensors, if there is a record of it."""
         if not source_files.exists(path):
             return []
-        found = finder.find(path, rank)
-        record = None if found is None else found.record
+        record = finder.find(path, rank)
         is_kept = record is not None and record.besides
         return [*damage_besides(path, self.target.files.locate(path).tensors, record)] if is_kept else []
 
