@@ -1,7 +1,7 @@
 """Compare a target with its source, for `--verify` (`sums_as_planned`), and shards with kept sums (`check_shard`).
 
 A shard is held against its checksum, and against the sums of its tensors in itself and in its record. Where shards have
-none, whole tensors are held against those in the commit record of the checkpoint.
+no record, whole tensors are held against those in the commit record of the checkpoint.
 """
 
 from __future__ import annotations
@@ -153,13 +153,17 @@ def damaged_record(files: ShardFiles, rank: int) -> Iterator[DamageError]:
 
 def keeps_sums(files: ShardFiles, rank: int) -> bool:
     """Tell whether there are sums of the tensors in the files of a rank: in these, or in records that are theirs."""
-    module, finder = formats.by_name(files.format), RecordFinder()
-    found = ((path, finder.find(path, rank)) for path in files.by_rank[rank])
-    return any(
-        (record is not None and record.is_verified)
-        or (formats.info(files.format).keeps_sums and module.stored_sums(path))
-        for path, record in found
+    module = formats.by_name(files.format)
+    return _are_recorded(files, rank) or (
+        formats.info(files.format).keeps_sums and any(module.stored_sums(path) for path in files.by_rank[rank])
     )
+
+
+def _are_recorded(files: ShardFiles, rank: int) -> bool:
+    """Tell whether records have sums of the tensors in files of a rank; they tell which run has made these, too."""
+    finder = RecordFinder()
+    records = (finder.find(path, rank) for path in files.by_rank[rank])
+    return any(record is not None and record.is_verified for record in records)
 
 
 def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool) -> Iterator[DamageError]:
@@ -214,6 +218,25 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
                 where=files.path,
                 remedy="restore the checkpoint from a copy",
             )
+
+
+def note_on_unheld_sums(files: ShardFiles, checked: Iterable[Checked]) -> tuple[str, ...]:
+    """Return a note if a commit record has sums of tensors that these shards were not held against.
+
+    So it is where a checksum alone tells that each file is sound, and no record says which part of a tensor it holds:
+    that all of them are of the one checkpoint that was committed is not known then.
+    """
+    folder = Path(files.path)
+    record = None if holds_another(folder) else CommitRecord.read(folder)
+    committed = set() if record is None else {folder / file for file in record.files.values()}
+    paths = {Path(path) for rank_paths in files.by_rank.values() for path in rank_paths}
+    summed = {tensor.name for shard in checked for tensor in shard.sums}
+    unheld = set() if record is None else record.sums.keys() - summed
+    if not unheld or not committed.issuperset(paths):
+        return ()
+    wholes = counted(len(unheld), "whole tensor")
+    held_by = "transform --verify holds the tensors against them"
+    return (f"{COMMIT_RECORD} has sums of {wholes} that are not looked at here: {held_by}",)
 
 
 def _not_of_begun_run(files: ShardFiles, digest: str) -> Iterator[DamageError]:
@@ -360,7 +383,8 @@ def _unlike_its_record(files: ShardFiles, rank: int) -> Iterator[DamageError]:
 def committed_tensors(source: SourceCheckpoint) -> tuple[CommitRecord, list[TensorPlan]] | None:
     """Return the commit record of a source, and the tensors to be held against it, by whole ones.
 
-    None if there is nothing to hold: it has no sums, is about other files, or each shard has sums of its own.
+    None if there is nothing to hold: it has no sums, is about other files, or each shard has a record with sums of its
+    own. Sums in a shard fit it wherever it lies, so they do not tell that it is the one that was committed.
     """
     folder = Path(source.files.path)
     record = None if holds_another(folder) else CommitRecord.read(folder)
@@ -368,7 +392,7 @@ def committed_tensors(source: SourceCheckpoint) -> tuple[CommitRecord, list[Tens
     if record is None or not record.sums or not committed.issuperset(map(Path, source.files.shards)):
         return None
     of_shards = (each for rank in source.files.by_rank for each in _one_by_one(source.files, rank))
-    if all(keeps_sums(files, rank) for files, rank in of_shards):
+    if all(_are_recorded(files, rank) for files, rank in of_shards):
         return None
     whole = Conversion(source, unsharded(), Policy(replicas=Replicas.ANY, allows_holes=True))
     tensors = whole.plan(0, checked=False).tensors

@@ -207,7 +207,7 @@ def _check_sources(
 def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress) -> None:
     """Check this process's share of the source's whole tensors against the sums in their commit (step 2).
 
-    Nothing is read if each shard has sums of its own, by which it has been checked. Raises DamageError.
+    Nothing is read if each shard has a record with sums, by which it has been checked. Raises DamageError.
     """
     from reshard_mpi.journal.record_finder import damage_of_index
     from reshard_mpi.runs.check_sums import committed_tensors, require_as_committed

@@ -37,7 +37,15 @@ from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.planning.tensor_names import Unlisted
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor import Governor
-from reshard_mpi.runs.check_sums import BY_RECORD, Summing, check_shard, check_together, damage_of, damaged_record
+from reshard_mpi.runs.check_sums import (
+    BY_RECORD,
+    Summing,
+    check_shard,
+    check_together,
+    damage_of,
+    damaged_record,
+    note_on_unheld_sums,
+)
 from reshard_mpi.runs.maps_and_packing import apply_map, files_of_run, reading_of
 from reshard_mpi.runs.open_run import chosen_targets
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
@@ -236,6 +244,8 @@ def verify_alone(
     if unknown:
         note = f"{len(unknown)} of {len(checked)} shards keep no sums, that of rank {unknown[0]} the first"
         outcome = outcome._replace(notes=(*outcome.notes, note))
+    if request.rank is None:
+        outcome = outcome._replace(notes=(*outcome.notes, *note_on_unheld_sums(files, checked)))
     return outcome
 
 

@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 import pytest
 from support import ckpt_peer
-from support.checkpoints import KINDS, Arrays, expected_rank, write_shard, write_shards, write_strategy
+from support.checkpoints import KINDS, Arrays, expected_rank, write_ranks, write_shard, write_shards, write_strategy
 from support.command_line import done, refused, run_apart, run_here
 from support.conversions import (
     TENSORS,
@@ -198,6 +198,28 @@ def test_a_source_that_was_committed_with_other_sums(tmp_path: Path) -> None:
     again = ["transform", str(c.dst), str(tmp_path / "again"), "--verify", "--jobs", "1"]
     assert "'w' is damaged, expected the sum" in refused(*again)
     assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("form", few(1, ["hdf5", "ckpt", "torch"]))
+def test_a_source_without_records_one_shard_of_which_is_of_another_save(tmp_path: Path, form: str) -> None:
+    """A copy of what can be seen in a folder, as by `cp -r DST/* COPY`; each shard is sound by itself."""
+    (tmp_path / "two.toml").write_text('mesh = { x = 2 }\n[[parameter]]\nmatch = "*"\nsplit = { 0 = ["x"] }\n')
+    for value in (1, 2):
+        write_ranks({0: {"w": np.full((4, 3), value, np.float32)}}, tmp_path / f"src{value}", "safetensors")
+        asked: dict[str, Any] = {"dst_strategy": tmp_path / "two.toml", "to": form, "verify": True}
+        reshard_mpi.transform(tmp_path / f"src{value}", tmp_path / f"out{value}", **asked)
+        shutil.rmtree(tmp_path / f"out{value}/.reshard_mpi")
+    (shard,) = (tmp_path / "out1/rank_1").iterdir()
+    shutil.copy2(shard, tmp_path / "out2/rank_1")
+    strategy = () if form == "hdf5" else ("--src-strategy", tmp_path / "two.toml")
+    again = ("transform", tmp_path / "out2", tmp_path / "again", "--verify", "--jobs", "1", *strategy)
+    assert "'w' is not what the source was committed with" in refused(*again)
+    assert not (tmp_path / "again").exists()
+    if form == "torch":  # each file has a checksum, which fits
+        finished = run_here("verify", tmp_path / "out2", "--jobs", "1")
+        assert finished.code == 0 and "sums of 1 whole tensor that are not looked at here" in finished.err
+    if form == "hdf5":
+        assert "'w' is not what was committed" in refused("verify", tmp_path / "out2", code=4)
 
 
 def test_a_source_that_was_saved_beside_what_was_committed(tmp_path: Path) -> None:
