@@ -174,22 +174,23 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
         sound: whether each of them is sound by itself.
     """
     shards = tuple(checked)
-    sums: dict[str, int] = {}
-    try:
-        sums.update(sums_of_wholes({shard.rank: shard.sums for shard in shards if sound}))
-    except DamageError as error:
-        error.where = files.path
-        yield error
     folder = Path(files.path)
-    yield from damage_of_index(folder)
     is_kept = not holds_another(folder)
     record = CommitRecord.read(folder) if is_kept else None
-    if record is None and is_kept and is_taken(folder / COMMIT_RECORD):
-        remedy = "reshard-mpi commit writes it anew, if the records of the run are there"
-        yield DamageError("the commit record is damaged", where=str(folder / COMMIT_RECORD), remedy=remedy)
     paths = [Path(path) for rank_paths in files.by_rank.values() for path in rank_paths]
     committed = set() if record is None else {folder / file for file in record.files.values()}
     are_committed, are_others = committed.issuperset(paths), committed.isdisjoint(paths)
+    alike = record.sums.keys() if record is not None and are_committed else ()
+    sums: dict[str, int] = {}
+    try:
+        sums.update(sums_of_wholes({shard.rank: _held_alike(shard.sums, alike) for shard in shards if sound}))
+    except DamageError as error:
+        error.where = files.path
+        yield error
+    yield from damage_of_index(folder)
+    if record is None and is_kept and is_taken(folder / COMMIT_RECORD):
+        remedy = "reshard-mpi commit writes it anew, if the records of the run are there"
+        yield DamageError("the commit record is damaged", where=str(folder / COMMIT_RECORD), remedy=remedy)
     if not are_committed and not are_others:
         yield from _missing_beside_others(committed.difference(paths), files)
     try:
@@ -218,6 +219,15 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
                 where=files.path,
                 remedy="restore the checkpoint from a copy",
             )
+
+
+def _held_alike(sums: Iterable[TensorSum], alike: Container[str]) -> list[TensorSum]:
+    """Return sums of a shard, of which those of some tensors must be the same where ranks hold the same part.
+
+    Args:
+        alike: their names; a commit has the sum of a whole tensor only if all copies of it were the same then.
+    """
+    return [tensor._replace(loose=False) if tensor.name in alike else tensor for tensor in sums]
 
 
 def note_on_unheld_sums(files: ShardFiles, checked: Iterable[Checked]) -> tuple[str, ...]:

@@ -222,6 +222,20 @@ def test_a_source_without_records_one_shard_of_which_is_of_another_save(tmp_path
         assert "'w' is not what was committed" in refused("verify", tmp_path / "out2", code=4)
 
 
+def test_a_copy_of_another_save_among_native_shards_without_records(tmp_path: Path) -> None:
+    """All ranks hold the same, by a rule for all names; the commit has sums of what was the same everywhere alone."""
+    (tmp_path / "two.toml").write_text('mesh = { y = 2 }\n[[parameter]]\nmatch = "*"\n')
+    for value in (1, 2):
+        write_ranks({0: {"w": np.full((4, 3), value, np.float32)}}, tmp_path / f"src{value}", "safetensors")
+        asked: dict[str, Any] = {"dst_strategy": tmp_path / "two.toml", "to": "hdf5", "verify": True}
+        reshard_mpi.transform(tmp_path / f"src{value}", tmp_path / f"out{value}", **asked)
+        shutil.rmtree(tmp_path / f"out{value}/.reshard_mpi")
+    assert run_here("verify", tmp_path / "out2", "--jobs", "1").code == 0
+    (shard,) = (tmp_path / "out1/rank_1").iterdir()
+    shutil.copy2(shard, tmp_path / "out2/rank_1")
+    assert "copies of 'w' differ" in refused("verify", tmp_path / "out2", code=4)
+
+
 def test_a_source_that_was_saved_beside_what_was_committed(tmp_path: Path) -> None:
     """Training goes on in the folder of a checkpoint that was resharded for it."""
     c = make(tmp_path)
