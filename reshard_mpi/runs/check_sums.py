@@ -222,7 +222,7 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
 
 
 def _held_alike(sums: Iterable[TensorSum], alike: Container[str]) -> list[TensorSum]:
-    """Return sums of a shard, of which those of some tensors must be the same where ranks hold the same part.
+    """Return the sums of a shard; for some tensors they must be the same in all ranks that hold the same part.
 
     Args:
         alike: their names; a commit has the sum of a whole tensor only if all copies of it were the same then.
