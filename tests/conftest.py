@@ -342,7 +342,8 @@ def slurm() -> Iterator[Cluster]:
 @pytest.fixture(autouse=True)
 def _as_without_stores(request: pytest.FixtureRequest) -> Iterator[None]:
     """Keep what tests of object storage have loaded out of the memory that is reckoned for others."""
-    loaded = None if request.path.parent.name in ("objects", "filesystem") else sys.modules.pop("botocore", None)
+    uses_stores = request.path.parent.name in ("objects", "filesystem") or request.node.get_closest_marker("stores")
+    loaded = None if uses_stores else sys.modules.pop("botocore", None)
     yield
     if loaded is not None:
         sys.modules["botocore"] = loaded
