@@ -127,11 +127,9 @@ class SourceCheckpoint:
     @property
     def summary_text(self) -> str:
         """The checkpoint in one line: format, files, ranks and tensors."""
-        files = counted(len(self.files.shards), "file")
-        ranks, tensors = self.strategy.world_size, self.extent.tensors
-        counts = [f"{ranks} ranks", f"{counted(tensors, 'tensor')} a rank"]
-        if ranks == 1:
-            counts = [counted(tensors, "tensor")]
+        files, tensors = counted(len(self.files.shards), "file"), counted(self.extent.tensors, "tensor")
+        ranks = self.strategy.world_size
+        counts = [f"{ranks} ranks", f"{tensors} a rank"] if ranks > 1 else [tensors]
         return ", ".join([formats.title(self.files.format), files, *counts])
 
     @property

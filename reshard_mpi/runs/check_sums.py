@@ -236,13 +236,11 @@ def note_on_unheld_sums(files: ShardFiles, checked: Iterable[Checked]) -> tuple[
     So it is where a checksum alone tells that each file is sound, and no record says which part of a tensor it holds:
     that all of them are of the one checkpoint that was committed is not known then.
     """
-    folder = Path(files.path)
-    record = None if holds_another(folder) else CommitRecord.read(folder)
-    committed = set() if record is None else {folder / file for file in record.files.values()}
-    paths = {Path(path) for rank_paths in files.by_rank.values() for path in rank_paths}
-    summed = {tensor.name for shard in checked for tensor in shard.sums}
-    unheld = set() if record is None else record.sums.keys() - summed
-    if not unheld or not committed.issuperset(paths):
+    record = _commit_of(files)
+    unheld = (
+        set() if record is None else record.sums.keys() - {tensor.name for shard in checked for tensor in shard.sums}
+    )
+    if not unheld:
         return ()
     wholes = counted(len(unheld), "whole tensor")
     held_by = "transform --verify holds the tensors against them"
@@ -390,16 +388,22 @@ def _unlike_its_record(files: ShardFiles, rank: int) -> Iterator[DamageError]:
             yield from damage_besides(path, shard.tensors, record)
 
 
+def _commit_of(files: ShardFiles) -> CommitRecord | None:
+    """Return the commit record in the folder of files, if it is about all of them."""
+    folder = Path(files.path)
+    record = None if holds_another(folder) else CommitRecord.read(folder)
+    committed = () if record is None else record.files.values()
+    return record if {folder / file for file in committed}.issuperset(map(Path, files.shards)) else None
+
+
 def committed_tensors(source: SourceCheckpoint) -> tuple[CommitRecord, list[TensorPlan]] | None:
     """Return the commit record of a source, and the tensors to be held against it, by whole ones.
 
     None if there is nothing to hold: it has no sums, is about other files, or each shard has a record with sums of its
     own. Sums in a shard fit it wherever it lies, so they do not tell that it is the one that was committed.
     """
-    folder = Path(source.files.path)
-    record = None if holds_another(folder) else CommitRecord.read(folder)
-    committed = set() if record is None else {Path(source.files.path, file) for file in record.files.values()}
-    if record is None or not record.sums or not committed.issuperset(map(Path, source.files.shards)):
+    record = _commit_of(source.files)
+    if record is None or not record.sums:
         return None
     of_shards = (each for rank in source.files.by_rank for each in _one_by_one(source.files, rank))
     if all(_are_recorded(files, rank) for files, rank in of_shards):
