@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import io
 from collections import deque
@@ -24,11 +25,17 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
+from reshard_mpi import formats
 from reshard_mpi.api.calls import PathLike
 from reshard_mpi.api.checkpoint import Checkpoint, Tensor, open, require_same_state
 from reshard_mpi.errors import UsageError
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import MIB
+
+# Loaded now, as torch's own readers are, and not while all processes of a training wait for their checkpoint.
+for _name in ("dcp", "safetensors", "hf", "torch"):
+    formats.by_name(_name)
+importlib.import_module("reshard_mpi.journal.record_finder")
 
 # The memory for elements on their way to another device.
 _BUFFER_BYTES = 64 * MIB
