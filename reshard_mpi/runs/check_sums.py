@@ -396,21 +396,23 @@ def _commit_of(files: ShardFiles) -> CommitRecord | None:
     return record if {folder / file for file in committed}.issuperset(map(Path, files.shards)) else None
 
 
-def committed_tensors(source: SourceCheckpoint) -> tuple[CommitRecord, list[TensorPlan]] | None:
-    """Return the commit record of a source, and the tensors to be held against it, by whole ones.
+def commit_to_hold(files: ShardFiles) -> CommitRecord | None:
+    """Return the commit record of a source whose whole tensors are to be held against its sums; None: none are.
 
-    None if there is nothing to hold: it has no sums, is about other files, or each shard has a record with sums of its
-    own. Sums in a shard fit it wherever it lies, so they do not tell that it is the one that was committed.
+    So it is where shards have no record with sums of their own. Sums in a shard fit it wherever it lies, so they do not
+    tell that it is the one that was committed.
     """
-    record = _commit_of(source.files)
+    record = _commit_of(files)
     if record is None or not record.sums:
         return None
-    of_shards = (each for rank in source.files.by_rank for each in _one_by_one(source.files, rank))
-    if all(_are_recorded(files, rank) for files, rank in of_shards):
-        return None
+    of_shards = (each for rank in files.by_rank for each in _one_by_one(files, rank))
+    return None if all(_are_recorded(alone, rank) for alone, rank in of_shards) else record
+
+
+def committed_tensors(record: CommitRecord, source: SourceCheckpoint) -> list[TensorPlan]:
+    """Return whole tensors of a source, each from any of its copies, of which a commit record has sums."""
     whole = Conversion(source, unsharded(), Policy(replicas=Replicas.ANY, allows_holes=True))
-    tensors = whole.plan(0, checked=False).tensors
-    return record, [tensor for tensor in tensors if tensor.spec.name in record.sums]
+    return [tensor for tensor in whole.plan(0, checked=False).tensors if tensor.spec.name in record.sums]
 
 
 def require_as_committed(

@@ -16,6 +16,7 @@ from reshard_mpi.formats.manifest import Specs
 from reshard_mpi.journal.run_records import CHOSEN, FILES_BY_DIGEST, RunIdentity, joined_maps, joined_words
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.needed_ranks import check_target_rank
+from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.planning.tensor_names import Accumulated
 from reshard_mpi.runs.maps_and_packing import apply_map, packing_of, require_target_options
@@ -30,7 +31,9 @@ from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy import Strategy
 
 if TYPE_CHECKING:
+    from reshard_mpi.checkpoints.source import SourceCheckpoint
     from reshard_mpi.journal.publication import SharedIndex
+    from reshard_mpi.journal.run_records import CommitRecord
     from reshard_mpi.journal.target_folders import Unrecorded
     from reshard_mpi.processes.comm import Comm
 
@@ -49,6 +52,8 @@ class Run(NamedTuple):
     # of the map that tensors are taken through, its configuration, and the checkpoint that the target is to be like, by
     # the names of the options
     map_digests: Mapping[str, str]
+    # what the whole tensors of the source are held against; None: nothing, or its shards have records with sums
+    source_commit: CommitRecord | None
 
     def path(self, target_rank: int) -> Path:
         """Return the final path of one target shard: `rank_<r>/<prefix><r><ending>`, unless its format has others."""
@@ -203,10 +208,14 @@ def open_run(
         ranks = request.rank if request.rank is not None else range(strategies.target.world_size)
         _refuse_overlap(request, shards, name, ranks, strategies.target)
     memory.reserve_for_reading(to_read, purpose, shards.format)
+    source = open_source(shards, strategies.source, known_damage)
+    source_commit = _source_commit(source) if request.verify else None
+    # One copy of a tensor does not stand for others whose shards have no records.
+    replicas = request.replicas if source_commit is None else Replicas.CHECK
     conversion = Conversion(
-        open_source(shards, strategies.source, known_damage),
+        source,
         strategies.target,
-        Policy(request.unlisted, request.strict, request.replicas, request.accumulated),
+        Policy(request.unlisted, request.strict, replicas, request.accumulated),
         keeps_strings=traits.keeps_strings,
         keeps_strategy=traits.describes_itself,
         once=traits.is_folder,
@@ -240,7 +249,13 @@ def open_run(
     most_planned = len(targets) if most_planned is None else most_planned
     reserve_for_planning(most_planned)
     conversion.require_fitting_strategies()
-    return Run(request, conversion, name, targets, strategies, map_digests)
+    return Run(request, conversion, name, targets, strategies, map_digests, source_commit)
+
+
+def _source_commit(source: SourceCheckpoint) -> CommitRecord | None:
+    from reshard_mpi.runs.check_sums import commit_to_hold
+
+    return commit_to_hold(source.files)
 
 
 def open_for_planning(request: Request, memory: RunMemory, *, most_planned: int) -> Run:

@@ -215,10 +215,10 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
     source, path = plans.run.conversion.source, plans.run.request.source
     for damage in damage_of_index(Path(source.files.path)):
         raise damage
-    committed = committed_tensors(source)
-    if committed is None:
+    record = plans.run.source_commit
+    if record is None:
         return
-    record, tensors = committed
+    tensors = committed_tensors(record, source)
     needed = [tensor for tensor in tensors if plans.run.conversion.needs(tensor.spec.name)]
     mine = needed[comm.rank :: comm.size]
     size_bytes, own_bytes = (sum(tensor.spec.size_bytes for tensor in of) for of in (needed, mine))

@@ -236,6 +236,28 @@ def test_a_copy_of_another_save_among_native_shards_without_records(tmp_path: Pa
     assert "copies of 'w' differ" in refused("verify", tmp_path / "out2", code=4)
 
 
+@pytest.mark.parametrize("replicas", few(1, ["any", "sample"]))
+@pytest.mark.parametrize("form", few(1, ["hdf5", "ckpt"]))
+def test_a_source_without_records_one_copy_in_which_is_of_another_save(
+    tmp_path: Path, form: str, replicas: str
+) -> None:
+    """Every rank holds all of it, and each target takes its part from another one; the sample does not meet `w77`."""
+    (tmp_path / "copies.toml").write_text('mesh = { x = 4 }\n[[parameter]]\nmatch = "*"\n')
+    (tmp_path / "cut.toml").write_text('mesh = { x = 4 }\n[[parameter]]\nmatch = "*"\nsplit = { 0 = ["x"] }\n')
+    for value in (1, 2):
+        arrays = {f"w{number:02}": np.full((4, 3), value * (number == 77), np.float32) for number in range(100)}
+        write_ranks({0: arrays}, tmp_path / f"src{value}", "safetensors")
+        asked: dict[str, Any] = {"dst_strategy": tmp_path / "copies.toml", "to": form, "verify": True}
+        reshard_mpi.transform(tmp_path / f"src{value}", tmp_path / f"out{value}", **asked)
+        shutil.rmtree(tmp_path / f"out{value}/.reshard_mpi")
+    (shard,) = (tmp_path / "out1/rank_3").iterdir()
+    shutil.copy2(shard, tmp_path / "out2/rank_3")
+    again = ["transform", tmp_path / "out2", tmp_path / "again", "--dst-strategy", tmp_path / "cut.toml", "--verify"]
+    again += [] if form == "hdf5" else ["--src-strategy", tmp_path / "copies.toml"]
+    assert "copies of 'w77' differ" in refused(*again, "--replicas", replicas)
+    assert not (tmp_path / "again").exists()
+
+
 def test_a_source_that_was_saved_beside_what_was_committed(tmp_path: Path) -> None:
     """Training goes on in the folder of a checkpoint that was resharded for it."""
     c = make(tmp_path)
