@@ -5,7 +5,7 @@ Each process checks a share of the shards. Damage is reported for each tensor; a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -238,15 +238,14 @@ def verify_alone(
     """
     files, outcome = verify_by_sums(request, comm, progress, memory)
     checked = outcome.checked
+    unheld = note_on_unheld_sums(files, checked) if request.rank is None else ()
     if not outcome.failures and not any(shard.by for shard in checked):
-        raise _no_sums(files.path)
+        raise _no_sums(files.path, unheld)
     unknown = [shard.rank for shard in checked if not shard.by]
     if unknown:
         note = f"{len(unknown)} of {len(checked)} shards keep no sums, that of rank {unknown[0]} the first"
         outcome = outcome._replace(notes=(*outcome.notes, note))
-    if request.rank is None:
-        outcome = outcome._replace(notes=(*outcome.notes, *note_on_unheld_sums(files, checked)))
-    return outcome
+    return outcome._replace(notes=(*outcome.notes, *unheld))
 
 
 def verify_by_sums(
@@ -391,11 +390,11 @@ def _compare(plan: RankPlan, shard: Manifest, on_bytes: OnBytes) -> list[Reshard
     return damage
 
 
-def _no_sums(path: str) -> SourceError:
+def _no_sums(path: str, unheld: Iterable[str]) -> SourceError:
     return SourceError(
-        "the checkpoint keeps no sums to verify it against",
+        "no shard keeps sums to verify it against",
         expected="HDF5 shards or records made by transform --verify, or files with a checksum (--crc)",
-        got="none of them",
+        got="; ".join(("none of them", *unheld)),
         where=path,
         remedy="give its source as well: reshard-mpi verify SRC DST",
     )

@@ -67,7 +67,7 @@ def test_it_is_told_and_shown(tmp_path: Path) -> None:
     assert found["row.weight"].tolist() == counted(8, 4).tolist()
     assert (tmp_path / "cut" / "rank_1" / "checkpoint_1.safetensors").is_file()
     assert "last files are missing" in json.loads(done("inspect", SHARDED, "--json").out)["notes"][0]
-    assert "keeps no sums" in refused("verify", SHARDED)
+    assert "no shard keeps sums" in refused("verify", SHARDED)
 
 
 # Which files there should be
