@@ -13,7 +13,7 @@ from support.full_checkpoints import floats
 from support.local_objects import LocalObjects, served
 
 from reshard_mpi import formats
-from reshard_mpi.formats.ckpt.steps import Steps
+from reshard_mpi.formats.ckpt.wire import Steps
 from reshard_mpi.text import KIB, MIB
 
 LAYERS = 24
