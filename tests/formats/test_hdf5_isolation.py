@@ -28,7 +28,7 @@ PRETEND = """
 import os, signal, time
 from pathlib import Path
 from reshard_mpi.formats.hdf5 import datasets, datasets as library, library_reader as reading
-from reshard_mpi.formats.hdf5 import reader_process_main as child, reader_process_messages as wire
+from reshard_mpi.formats.hdf5 import reader_process_main as child, reader_process as wire
 locate, read = reading.locate, datasets.read
 def misbehave(path):
     what, _, outside = Path(path).stem.partition("-")

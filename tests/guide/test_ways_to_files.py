@@ -47,7 +47,7 @@ EXCEPTIONS = {
         "os.fstat": "asks which descriptors of its own are open",
         "Path('/proc/self/status').read_text": "asks how much memory it has itself",
     },
-    "formats/hdf5/reader_process_messages.py": {"os.readv": "reads the pipe between the two processes"},
+    "formats/hdf5/reader_process.py": {"os.readv": "reads the pipe between the two processes"},
     "formats/hdf5/writer.py": {
         "os.statvfs": "asks for room for its scratch file in memory",
         "os.fstat": "asks for the length of that",

@@ -1,4 +1,4 @@
-"""Read HDF5 files of others in another process, so that a crash is an error (`locate`).
+"""Read HDF5 files of others in another process (`locate`, `read`), so that a crash is an error, by messages (`send`).
 
 One such process reads all files for this one, in turn, and is started again when it has died. It is a new interpreter,
 never a fork: this process may have threads, MPI, or locks that a fork would keep.
@@ -7,24 +7,28 @@ never a fork: this process may have threads, MPI, or locks that a fork would kee
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import signal
 import sys
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.paths import absolute_path
-from reshard_mpi.formats.hdf5 import native_names, reader_process_messages
+from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.formats.hdf5 import native_names
+from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead
+from reshard_mpi.formats.manifest import Manifest, ShardIdentity
+from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.processes.host import ONE_THREAD
 from reshard_mpi.processes.imports import fresh_interpreter, import_environment
+from reshard_mpi.sharding.box import Box
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from reshard_mpi.formats.manifest import Manifest
-    from reshard_mpi.sharding.box import Box
 
 _START = "from reshard_mpi.formats.hdf5.reader_process_main import main; main(0, 1)"
 # Variables of the child besides this process's own: one thread; no filters or drivers from outside the library; no part
@@ -45,7 +49,7 @@ def locate(path: str, size_bytes: int) -> Manifest:
     """Return the manifest of the HDF5 file at `path` as the library reads it. Raises ShardError if it cannot."""
     values = _ask(["locate", str(absolute_path(path))], path, None)
     try:
-        return reader_process_messages.to_manifest(path, size_bytes, values, read)
+        return to_manifest(path, size_bytes, values)
     except ShardError:
         raise
     except (ValueError, TypeError, KeyError) as error:
@@ -65,8 +69,6 @@ def read(
 ) -> np.ndarray[Any, Any]:
     """Return the elements of a box of a dataset, as `locations.LibraryRead` has it."""
     import numpy as np
-
-    from reshard_mpi.formats.dtypes import BY_NAME
 
     itemsize = BY_NAME[dtype_name].itemsize_bytes
     values = np.empty(box.shape, dtype=np.dtype(f"u{itemsize}") if itemsize <= 8 else np.dtype((np.void, itemsize)))
@@ -114,16 +116,16 @@ class _Process:
         Raises EOFError if the process has ended, TimeoutError if it does not answer, ValueError for a wrong answer.
         """
         try:
-            reader_process_messages.send(self.requests, request)
+            send(self.requests, request)
         except BrokenPipeError:
             raise EOFError from None
         if not self._can_receive(_PATIENCE_SECONDS):
             raise TimeoutError
-        kind, value = reader_process_messages.receive(self.replies)
+        kind, value = receive(self.replies)
         if kind == "elements":
             if payload is None or value != len(payload):
                 raise ValueError(f"{value} bytes")
-            reader_process_messages.receive_into(self.replies, payload)
+            receive_into(self.replies, payload)
         return kind, value
 
     def end(self) -> int | None:
@@ -212,7 +214,7 @@ os.register_at_fork(after_in_child=_start_anew)
 def _ask(request: list[Any], where: str, payload: memoryview | None) -> Any:
     kind, value = _keeper.ask(request, where, payload)
     if kind == "error":
-        raise reader_process_messages.to_error(value)
+        raise to_error(value)
     if kind == "memory":
         raise ShardError(
             "an HDF5 file takes too much memory to read",
@@ -239,3 +241,115 @@ def _failed(where: str, got: str) -> ShardError:
         where=where,
         remedy=_REMEDY,
     )
+
+
+_LENGTH_BYTES = 8
+# The largest number of tensors and strings of a shard, with the longest names, as JSON.
+_MAX_VALUE_BYTES = 512 << 20
+
+
+def send(fd: int, value: Any, payload: memoryview | None = None) -> None:
+    """Send a JSON value, and then the bytes of `payload`. Raises BrokenPipeError if nobody reads them."""
+    text = json.dumps(value).encode()
+    for part in (memoryview(len(text).to_bytes(_LENGTH_BYTES, "little") + text), payload):
+        while part:
+            part = part[os.write(fd, part) :]
+
+
+def receive(fd: int) -> Any:
+    """Wait for a JSON value and return it. Raises EOFError if the sender has ended, ValueError if it is too long."""
+    head = bytearray(_LENGTH_BYTES)
+    receive_into(fd, memoryview(head))
+    length_bytes = int.from_bytes(head, "little")
+    if length_bytes > _MAX_VALUE_BYTES:
+        raise ValueError(f"a value of {length_bytes} bytes")
+    text = bytearray(length_bytes)
+    receive_into(fd, memoryview(text))
+    return json.loads(text)
+
+
+def receive_into(fd: int, payload: memoryview) -> None:
+    """Wait for bytes until `payload` is full. Raises EOFError if the sender has ended."""
+    while payload:
+        count = os.readv(fd, [payload])
+        if not count:
+            raise EOFError
+        payload = payload[count:]
+
+
+def from_manifest(manifest: Manifest) -> list[Any]:
+    """Return a manifest that was made with the library as values for JSON."""
+    return [[_from_entry(entry) for entry in manifest.tensors.values()], dict(manifest.strings), manifest.identity]
+
+
+def to_manifest(path: str, size_bytes: int, values: list[Any]) -> Manifest:
+    """Return the manifest of `path` that `from_manifest` turned into `values`.
+
+    Raises ValueError or TypeError if the values are of no manifest, or place something outside a file of `size_bytes`
+    bytes.
+    """
+    tensors, strings, identity = values
+    entries = (_to_entry(path, size_bytes, *tensor) for tensor in tensors)
+    return Manifest(
+        path,
+        native_names.NAME,
+        TensorTable(path, entries),
+        strings,
+        ShardIdentity(*identity) if identity else None,
+    )
+
+
+def _from_entry(entry: TensorEntry) -> list[Any]:
+    source: list[Any]
+    if isinstance(entry.source, ByteRanges):
+        places = [[part.offset_bytes, part.length_bytes] for part in entry.source.ranges]
+        source = [places, entry.source.swapped]
+    else:
+        assert isinstance(entry.source, LibraryRead)  # the library gives no views
+        _, version, route, _, swapped = entry.source.read.args  # type: ignore[attr-defined]
+        content = entry.source
+        source = [version, route, swapped, content.chunk, content.decoding_bytes, content.kept_bytes]
+    start = entry.box.start if entry.box is not None else None
+    return [entry.name, entry.dtype.name, entry.shape, source, start, entry.global_shape]
+
+
+def _to_entry(
+    path: str,
+    size_bytes: int,
+    name: str,
+    dtype_name: str,
+    shape: list[int],
+    source: list[Any],
+    start: list[int] | None,
+    global_shape: list[int] | None,
+) -> TensorEntry:
+    dtype = BY_NAME[dtype_name]
+    box = Box(tuple(start), tuple(low + length for low, length in zip(start, shape))) if start is not None else None
+    return TensorEntry(
+        name,
+        dtype,
+        tuple(shape),
+        _to_source(path, size_bytes, dtype_name, source),
+        box,
+        tuple(global_shape) if global_shape is not None else None,
+    )
+
+
+def _to_source(path: str, size_bytes: int, dtype_name: str, source: list[Any]) -> ByteRanges | LibraryRead:
+    if len(source) == 2:
+        places, swapped = source
+        if any(offset < 0 or length < 0 or offset + length > size_bytes for offset, length in places):
+            raise ValueError("a place outside the file")
+        return ByteRanges(tuple(ByteRange(path, offset, length) for offset, length in places), swapped)
+    version, route, swapped, chunk, decoding_bytes, kept_bytes = source
+    decode = partial(read, path, tuple(version), tuple(route), dtype_name, swapped, tuple(chunk))
+    return LibraryRead(path, decode, tuple(chunk), int(decoding_bytes), int(kept_bytes))
+
+
+def from_error(error: ShardError) -> list[str]:
+    return [error.problem, error.expected, error.got, error.where, error.remedy]
+
+
+def to_error(values: list[str]) -> ShardError:
+    problem, expected, got, where, remedy = values
+    return ShardError(problem, expected=expected, got=got, where=where, remedy=remedy)

@@ -24,7 +24,7 @@ import numpy as np
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.source_files import FileVersion
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.hdf5 import datasets, library_reader, reader_process_messages
+from reshard_mpi.formats.hdf5 import datasets, library_reader, reader_process
 from reshard_mpi.sharding.box import Box
 
 # The records of a shard with as many tensors as are read, their JSON, and the library's cache of structure.
@@ -53,7 +53,7 @@ def main(requests: int, replies: int) -> None:
     limits = _ProcessLimits()
     while select.select([requests], [], [], _IDLE_SECONDS)[0]:
         try:
-            request = reader_process_messages.receive(requests)
+            request = reader_process.receive(requests)
         except EOFError:
             return
         payload = None
@@ -61,12 +61,12 @@ def main(requests: int, replies: int) -> None:
             kind, *arguments = request
             reply, payload = _ANSWERS[kind](limits, *arguments)
         except ShardError as error:
-            reply = ["error", reader_process_messages.from_error(error)]
+            reply = ["error", reader_process.from_error(error)]
         except MemoryError:
             reply = ["memory", None]
         limits.release()
         try:
-            reader_process_messages.send(replies, reply, payload)
+            reader_process.send(replies, reply, payload)
         except BrokenPipeError:
             return
         if payload is None and _holds_a_file():
@@ -93,7 +93,7 @@ def _is_open(descriptor: int) -> bool:
 def _locate(limits: _ProcessLimits, path: str) -> tuple[list[Any], None]:
     datasets.forget()
     limits.allow(_LOCATE_BYTES, _STEP_SECONDS)
-    return ["manifest", reader_process_messages.from_manifest(library_reader.locate(path, limits.step))], None
+    return ["manifest", reader_process.from_manifest(library_reader.locate(path, limits.step))], None
 
 
 def _sums(limits: _ProcessLimits, path: str) -> tuple[list[Any], None]:
