@@ -21,7 +21,7 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import hdf5
 from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.formats.hdf5 import index, library_reader, reader
+from reshard_mpi.formats.hdf5 import library_reader, native_shard, reader
 from reshard_mpi.formats.locations import ByteRange
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file, seal_file
@@ -51,7 +51,7 @@ def located_by_library(path: Path) -> Manifest | str:
 
 def read_by_index(path: Path) -> Manifest | None:
     with opened(str(path)) as file:
-        return index.locate(file, end_of(path))
+        return native_shard.locate(file, end_of(path))
 
 
 def end_of(path: Path) -> int:
@@ -99,7 +99,7 @@ def test_sums_are_read_both_ways(tmp_path: Path) -> None:
     sums = {name: 7 + number for number, name in enumerate(CONTENTS.tensors)}
     seal_file(hdf5, str(path), sums)
     with opened(str(path)) as file:
-        assert index.stored_sums(file, end_of(path)) == sums
+        assert native_shard.stored_sums(file, end_of(path)) == sums
     assert library_reader.stored_sums(str(path)) == sums
     assert read_by_index(path) == before
 
@@ -128,7 +128,7 @@ def test_any_byte_of_structure_changed(path: Path) -> None:
     with path.open("r+b") as file:
         for offset, byte in enumerate(sound):
             os.pwrite(file.fileno(), bytes([byte ^ 1 << offset % 8]), offset)
-            by_index = index.locate(SourceFile(str(path), file.fileno()), end)
+            by_index = native_shard.locate(SourceFile(str(path), file.fileno()), end)
             assert by_index == (manifest if offset in payloads or offset in unused else None), offset
             if offset % 97 == 0:
                 assert located(path) == located_by_library(path)
@@ -149,7 +149,7 @@ def test_sums_that_were_changed(tmp_path: Path) -> None:
     content[at] ^= 1
     path.write_bytes(content)
     with opened(str(path)) as file:
-        assert index.stored_sums(file, end_of(path)) is None
+        assert native_shard.stored_sums(file, end_of(path)) is None
     assert hdf5.stored_sums(str(path)) == {**sums, "k": 6}  # what the library reads there, as in any HDF5 file
 
 
@@ -220,7 +220,9 @@ NO_INDEX = (b"", b"{", b"[]", b"1", b"null", b"[" * 100_000, b"\xff", b"[" + b"1
 @pytest.mark.parametrize("text", few(4, NO_INDEX), ids=range(len(NO_INDEX)))
 def test_bodies_that_are_no_index(path: Path, text: bytes) -> None:
     content, end = path.read_bytes(), end_of(path)
-    path.write_bytes(content[:end] + struct.pack("<8sIIIQ", index.MARK, zlib.crc32(text), 0, 0, len(text)) + text)
+    path.write_bytes(
+        content[:end] + struct.pack("<8sIIIQ", native_shard.MARK, zlib.crc32(text), 0, 0, len(text)) + text
+    )
     assert read_by_index(path) is None
     assert located(path) == located_by_library(path)
 

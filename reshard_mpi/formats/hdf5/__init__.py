@@ -13,7 +13,7 @@ attributes of each dataset; it is refused by name.
 
 from __future__ import annotations
 
-from reshard_mpi.formats.hdf5.native_names import NAME
+from reshard_mpi.formats.hdf5.native_shard import NAME
 from reshard_mpi.formats.hdf5.reader import locate, read_back, seal, size_at_most_bytes, stored_sums
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
 from reshard_mpi.formats.protocol import no_crc as check_crc

@@ -18,8 +18,8 @@ from reshard_mpi.filesystem.paths import is_object_path
 from reshard_mpi.filesystem.source_files import FileVersion, SourceFile
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.formats.hdf5 import native_names, types
-from reshard_mpi.formats.hdf5.native_names import GroupPath
+from reshard_mpi.formats.hdf5 import native_shard, types
+from reshard_mpi.formats.hdf5.native_shard import GroupPath
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead
 from reshard_mpi.sharding.box import Box
 
@@ -239,7 +239,7 @@ def read(
     path: str, version: FileVersion, route: GroupPath, dtype: DType, swapped: bool, box: Box
 ) -> np.ndarray[Any, Any]:
     """Return the elements of a box. swapped: they are in the other byte order in the file, and are converted here."""
-    where = native_names.where(path, route)
+    where = native_shard.where(path, route)
     values = np.empty(box.shape, dtype=_RAW[dtype.itemsize_bytes])
     if values.size == 0:
         return values

@@ -16,9 +16,9 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.hdf5 import box_table, datasets, native_names, types
+from reshard_mpi.formats.hdf5 import box_table, datasets, native_shard, types
 from reshard_mpi.formats.hdf5.datasets import shape_of
-from reshard_mpi.formats.hdf5.native_names import GroupPath
+from reshard_mpi.formats.hdf5.native_shard import GroupPath
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
@@ -176,7 +176,7 @@ class Walk:
     def _error(self, problem: str, path: GroupPath) -> ShardError:
         return ShardError(
             problem,
-            where=native_names.where(self._path, path),
+            where=native_shard.where(self._path, path),
             remedy="copy what is needed into one plain file (h5repack, h5copy)",
         )
 
@@ -191,21 +191,21 @@ class Description(NamedTuple):
 
 def is_native(root: Node, path: str) -> bool:
     """Tell whether a file is a native shard. Raises ShardError if it is one of an unknown version."""
-    if types.read_text(root.handle, "format") != native_names.FORMAT:
+    if types.read_text(root.handle, "format") != native_shard.FORMAT:
         return False
     version = types.read_number(root.handle, "version", path)
-    if version < native_names.VERSION:
+    if version < native_shard.VERSION:
         raise ShardError(
             "a native HDF5 shard is of an earlier form, which is no longer read",
-            expected=f"version {native_names.VERSION}, which has the boxes of all tensors in one table",
+            expected=f"version {native_shard.VERSION}, which has the boxes of all tensors in one table",
             got=f"version {version}, which has them in attributes of each dataset",
             where=path,
             remedy="convert it to another format (--to) with the reshard_mpi that wrote it; that can be read here",
         )
-    if version > native_names.VERSION:
+    if version > native_shard.VERSION:
         raise ShardError(
             "a native HDF5 shard has a version that this program does not know",
-            expected=f"version {native_names.VERSION}",
+            expected=f"version {native_shard.VERSION}",
             got=f"version {version}",
             where=path,
             remedy="use the reshard_mpi that wrote it, or a newer one",
@@ -215,9 +215,9 @@ def is_native(root: Node, path: str) -> bool:
 
 def describe(walk: Walk, root: Node, path: str) -> Description:
     """Return the description of a native shard. Raises ShardError if any of it is missing or damaged."""
-    reserved = walk.child(root, native_names.RESERVED)
-    strategy = _read_bytes(walk.child(reserved, native_names.STRATEGY), path).decode()
-    names, strings = native_names.contents(_read_bytes(walk.child(reserved, native_names.CONTENTS), path))
+    reserved = walk.child(root, native_shard.RESERVED)
+    strategy = _read_bytes(walk.child(reserved, native_shard.STRATEGY), path).decode()
+    names, strings = native_shard.contents(_read_bytes(walk.child(reserved, native_shard.CONTENTS), path))
     if not all(0 < len(name.encode()) <= structure.MAX_NAME_BYTES for name in names):
         raise ValueError("a name of an impossible length")
     rank, world_size = (types.read_number(root.handle, name, path) for name in ("rank", "world_size"))
@@ -233,7 +233,7 @@ def describe(walk: Walk, root: Node, path: str) -> Description:
 
 
 def _read_bytes(node: Node, path: str) -> bytes:
-    where = native_names.where(path, node.path)
+    where = native_shard.where(path, node.path)
     _require_dataset(node, where)
     shape = shape_of(node.handle, node.handle.get_create_plist(), where)
     stored = types.recognise(node.handle.get_type())
@@ -277,11 +277,11 @@ def stored_sums(path: str, on_progress: Callable[[], None] = lambda: None) -> di
         if not is_native(root_group, path):
             return {}
         walk = Walk(path, root_group, on_progress)
-        reserved = walk.child(root_group, native_names.RESERVED)
-        if not reserved.handle.links.exists(native_names.SUMS.encode()):
+        reserved = walk.child(root_group, native_shard.RESERVED)
+        if not reserved.handle.links.exists(native_shard.SUMS.encode()):
             return {}
         names = describe(walk, root_group, path).names
-        node = walk.child(reserved, native_names.SUMS)
+        node = walk.child(reserved, native_shard.SUMS)
         properties = node.handle.get_create_plist()
         shape = datasets.shape_of(node.handle, properties, path)
         if shape != (len(names),) or properties.get_layout() != h5d.CONTIGUOUS:
@@ -306,7 +306,7 @@ def _native(file: SourceFile, walk: Walk, root_group: Node) -> Manifest:
     for name, node in _native_datasets(walk, root_group):
         if name not in rows:
             raise _not_in_contents(path, len(rows), [name])
-        where = native_names.where(path, node.path)
+        where = native_shard.where(path, node.path)
         if name in entries:
             raise ShardError("two datasets of a native HDF5 shard have the same name", got=repr(name), where=where)
         stored, shape, source = datasets.content(node.handle, file, node.route, where)
@@ -319,13 +319,13 @@ def _native(file: SourceFile, walk: Walk, root_group: Node) -> Manifest:
     if len(entries) != len(description.names):
         raise _not_in_contents(path, len(description.names), sorted(rows.keys() - entries.keys())[:3])
     tensors = TensorTable(path, (entries[name] for name in description.names))
-    return Manifest(path, native_names.NAME, tensors, description.strings, description.identity)
+    return Manifest(path, native_shard.NAME, tensors, description.strings, description.identity)
 
 
 def _rows(walk: Walk, root_group: Node, path: str, names: Sequence[str]) -> dict[str, box_table.Row]:
     """Return the rows of the table of boxes, which are in the order of the list of contents, by name."""
-    node = walk.child(walk.child(root_group, native_names.RESERVED), native_names.BOXES)
-    where = native_names.where(path, node.path)
+    node = walk.child(walk.child(root_group, native_shard.RESERVED), native_shard.BOXES)
+    where = native_shard.where(path, node.path)
     _require_dataset(node, where)
     return dict(zip(names, box_table.read(node.handle, len(names), where)))
 
@@ -340,11 +340,11 @@ def _not_in_contents(path: str, expected: int, odd: list[str]) -> ShardError:
 
 
 def _native_datasets(walk: Walk, root_group: Node) -> Iterator[tuple[str, Node]]:
-    for node in walk.datasets(root_group, skip=(native_names.RESERVED,)):
+    for node in walk.datasets(root_group, skip=(native_shard.RESERVED,)):
         yield "/".join(node.path), node
-    escaped = walk.child(walk.child(root_group, native_names.RESERVED), native_names.ESCAPED)
+    escaped = walk.child(walk.child(root_group, native_shard.RESERVED), native_shard.ESCAPED)
     for node in walk.datasets(escaped):
-        yield native_names.unescape(node.path[-1]), node
+        yield native_shard.unescape(node.path[-1]), node
 
 
 def _foreign(file: SourceFile, walk: Walk, root_group: Node) -> Manifest:
@@ -354,7 +354,7 @@ def _foreign(file: SourceFile, walk: Walk, root_group: Node) -> Manifest:
     kept_bytes = 0
     for node in walk.datasets(root_group):
         name = "/".join(node.path)
-        where = native_names.where(file.path, node.path)
+        where = native_shard.where(file.path, node.path)
         if datasets.is_text(node.handle, where):
             strings[name] = datasets.read_text(node.handle, file, where)
             kept_bytes += structure.kept_bytes(strings[name])
@@ -371,7 +371,7 @@ def _foreign(file: SourceFile, walk: Walk, root_group: Node) -> Manifest:
                 where=where,
             )
     _require_apart(file.path, spans)
-    return Manifest(file.path, native_names.NAME, tensors, strings)
+    return Manifest(file.path, native_shard.NAME, tensors, strings)
 
 
 class _DatasetRange(NamedTuple):

@@ -16,7 +16,7 @@ from reshard_mpi.errors import ShardError, UsageError
 from reshard_mpi.filesystem.paths import START_BYTES
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import structure
-from reshard_mpi.formats.hdf5 import index
+from reshard_mpi.formats.hdf5 import native_shard
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
 from reshard_mpi.formats.protocol import NO_SUMS
 
@@ -44,7 +44,7 @@ def end_of_file(file: SourceFile) -> int:
     end = _end_of_file(file.read(offset, _HEAD_BYTES))
     if end is None:
         return size_bytes
-    expected_bytes = end if size_bytes <= end else index.length_bytes(file, end) or end
+    expected_bytes = end if size_bytes <= end else native_shard.length_bytes(file, end) or end
     if expected_bytes != size_bytes:
         problem = "is truncated" if size_bytes < expected_bytes else "goes on after its end"
         raise ShardError(
@@ -119,7 +119,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     """
     with structure.opened(path) as file:
         file.will_read(structure.ends_of(file))
-        manifest = index.locate(file, end_of_file(file))
+        manifest = native_shard.locate(file, end_of_file(file))
         if manifest is None:
             from reshard_mpi.formats.hdf5 import reader_process  # for files that this program did not write
 
@@ -130,7 +130,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
 def stored_sums(path: str) -> Mapping[str, int]:
     """Return the sums of its tensors that the shard at `path` keeps; none if it keeps none. Raises ShardError."""
     with structure.opened(path) as file:
-        sums = index.stored_sums(file, end_of_file(file))
+        sums = native_shard.stored_sums(file, end_of_file(file))
         if sums is None:
             from reshard_mpi.formats.hdf5 import reader_process
 
@@ -141,7 +141,7 @@ def stored_sums(path: str) -> Mapping[str, int]:
 def read_back(meant: Manifest) -> None:
     """Read back the structure of a native shard just written. Raises ShardError if it differs from `meant`."""
     with structure.opened(meant.path) as file:
-        if index.locate(file, end_of_file(file)) != meant:
+        if native_shard.locate(file, end_of_file(file)) != meant:
             raise structure.not_as_written(meant.path)
 
 
@@ -156,4 +156,4 @@ def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = F
         )
     if sums:
         file = SourceFile(path, fd)
-        index.write_sums(fd, file, end_of_file(file), list(sums.values()))
+        native_shard.write_sums(fd, file, end_of_file(file), list(sums.values()))

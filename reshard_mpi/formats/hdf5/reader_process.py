@@ -1,4 +1,4 @@
-"""Read HDF5 files of others in another process (`locate`, `read`), so that a crash is an error, by messages (`send`).
+"""Read HDF5 files of others in another process, so that a crash is an error (`locate`), by messages (`send`).
 
 One such process reads all files for this one, in turn, and is started again when it has died. It is a new interpreter,
 never a fork: this process may have threads, MPI, or locks that a fork would keep.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.paths import absolute_path
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.hdf5 import native_names
+from reshard_mpi.formats.hdf5 import native_shard
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
@@ -73,7 +73,7 @@ def read(
     itemsize = BY_NAME[dtype_name].itemsize_bytes
     values = np.empty(box.shape, dtype=np.dtype(f"u{itemsize}") if itemsize <= 8 else np.dtype((np.void, itemsize)))
     if values.size:
-        where = native_names.where(path, route)
+        where = native_shard.where(path, route)
         request = ["read", str(absolute_path(path)), version, route, dtype_name, swapped, chunk, box.start, box.stop]
         _ask(request, where, memoryview(values.reshape(-1).view(np.uint8).data))
     return values
@@ -292,7 +292,7 @@ def to_manifest(path: str, size_bytes: int, values: list[Any]) -> Manifest:
     entries = (_to_entry(path, size_bytes, *tensor) for tensor in tensors)
     return Manifest(
         path,
-        native_names.NAME,
+        native_shard.NAME,
         TensorTable(path, entries),
         strings,
         ShardIdentity(*identity) if identity else None,

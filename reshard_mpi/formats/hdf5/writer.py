@@ -20,8 +20,8 @@ from h5py import h5d, h5f, h5g, h5p, h5s, h5t
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import structure
-from reshard_mpi.formats.hdf5 import box_table, index, native_names, reader, types
-from reshard_mpi.formats.hdf5.native_names import GroupPath
+from reshard_mpi.formats.hdf5 import box_table, native_shard, reader, types
+from reshard_mpi.formats.hdf5.native_shard import GroupPath
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
 from reshard_mpi.formats.tensor_table import TensorTable
 
@@ -89,32 +89,32 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
         except (OSError, RuntimeError, ValueError, KeyError) as error:  # as the library says it
             raise _refused(error, scratch.path, path) from error
         _copy(scratch.descriptor, fd)
-        manifest = Manifest(path, native_names.NAME, tensors, dict(spec.strings), spec.identity)
-        index.write(fd, SourceFile(scratch.path, scratch.descriptor), manifest, places)
+        manifest = Manifest(path, native_shard.NAME, tensors, dict(spec.strings), spec.identity)
+        native_shard.write(fd, SourceFile(scratch.path, scratch.descriptor), manifest, places)
     return manifest
 
 
 def _write_structure(
     file: Any, path: str, spec: ShardSpec, strategy: bytes, contents: bytes
-) -> tuple[TensorTable, index.TextPlaces]:
+) -> tuple[TensorTable, native_shard.TextPlaces]:
     """Create the structure of a shard in the new HDF5 file `file`; return where tensors and texts lie in `path`."""
     specs = spec.specs
     names = list(specs.names)
     root_group = h5g.open(file, b"/")
-    types.write_text(root_group, "format", native_names.FORMAT)
-    types.write_number(root_group, "version", native_names.VERSION)
+    types.write_text(root_group, "format", native_shard.FORMAT)
+    types.write_number(root_group, "version", native_shard.VERSION)
     types.write_number(root_group, "rank", spec.identity.rank)
     types.write_number(root_group, "world_size", spec.identity.world_size)
     writer = _NativeWriter(root_group)
-    writer.group((native_names.RESERVED, native_names.ESCAPED))
-    places = index.TextPlaces(
-        writer.text(native_names.STRATEGY, strategy), writer.text(native_names.CONTENTS, contents), None
+    writer.group((native_shard.RESERVED, native_shard.ESCAPED))
+    places = native_shard.TextPlaces(
+        writer.text(native_shard.STRATEGY, strategy), writer.text(native_shard.CONTENTS, contents), None
     )
     if spec.with_sums:
-        sums = writer.dataset((native_names.RESERVED, native_names.SUMS), h5t.STD_U32LE, (len(names),))
+        sums = writer.dataset((native_shard.RESERVED, native_shard.SUMS), h5t.STD_U32LE, (len(names),))
         places = places._replace(sums=(sums.get_offset() or 0, 4 * len(names)))
-    writer.table(native_names.BOXES, box_table.rows(specs))
-    routes = native_names.routes(names)
+    writer.table(native_shard.BOXES, box_table.rows(specs))
+    routes = native_shard.routes(names)
     stored_types = {dtype: types.create(dtype) for dtype in {kind.dtype for kind in specs.kinds}}
     tensors = TensorTable(path)
     own_numbers = [tensors.kind(kind) for kind in specs.kinds]
@@ -158,9 +158,9 @@ class _NativeWriter:
             group, route[-1].encode(), kind, _space(shape), dcpl=self._dataset_properties, lcpl=self._links
         )
 
-    def text(self, name: str, content: bytes) -> index.FileRange:
+    def text(self, name: str, content: bytes) -> native_shard.FileRange:
         """Create a dataset with the bytes `content` in the reserved group; return its byte range."""
-        handle = self.dataset((native_names.RESERVED, name), h5t.STD_U8LE, (len(content),))
+        handle = self.dataset((native_shard.RESERVED, name), h5t.STD_U8LE, (len(content),))
         if content:
             handle.write(h5s.ALL, h5s.ALL, np.frombuffer(content, dtype=np.uint8))
         return handle.get_offset() or 0, len(content)
@@ -168,7 +168,7 @@ class _NativeWriter:
     def table(self, name: str, rows: np.ndarray[Any, Any]) -> None:
         """Create a dataset with `rows` in the reserved group."""
         kind = h5t.py_create(rows.dtype)
-        handle = self.dataset((native_names.RESERVED, name), kind, rows.shape)
+        handle = self.dataset((native_shard.RESERVED, name), kind, rows.shape)
         if rows.size:
             handle.write(h5s.ALL, h5s.ALL, rows, mtype=kind)
 
@@ -183,7 +183,7 @@ def _texts(path: str, names: list[str], spec: ShardSpec) -> tuple[bytes, bytes]:
     """Return the placement table and the list of contents, encoded. Raises TargetError if they are too long to read."""
     too_long = [name for name, text in spec.strings.items() if len(text) > structure.MAX_STRING_BYTES // 4]
     try:
-        texts = spec.identity.strategy.encode(), native_names.contents_text(names, spec.strings)
+        texts = spec.identity.strategy.encode(), native_shard.contents_text(names, spec.strings)
     except UnicodeEncodeError as error:
         raise TargetError(
             "a string of a shard is no Unicode text",

@@ -1,8 +1,8 @@
-"""Read and write the index behind a native HDF5 shard (`locate`, `write`).
+"""Name the objects of a native HDF5 shard (`routes`), and read and write the index behind it (`locate`, `write`).
 
-It repeats what HDF5's own structures say, so that they need not be read, and holds a checksum of every byte of the
-HDF5 file that is no payload. Where the index is missing or its checksum is wrong, as after other programs have edited
-or repacked the file, the library reads the file.
+The index repeats what HDF5's own structures say, so that they need not be read, and holds a checksum of every byte of
+the HDF5 file that is no payload. Where the index is missing or its checksum is wrong, as after other programs have
+edited or repacked the file, the library reads the file.
 
 The superblock says where the HDF5 file ends. There the index begins with a head (the mark; CRC-32 of the body, of the
 structure, and of the sums; the length of the body). Then comes the body, which is JSON. Its `tensors` alternate between
@@ -17,16 +17,90 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from struct import Struct
 from typing import Any, NamedTuple
+from urllib.parse import unquote_to_bytes
 
 from zlib_ng.zlib_ng import crc32
 
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.hdf5 import native_names
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity
 from reshard_mpi.formats.tensor_table import TensorTable, TensorType
 from reshard_mpi.sharding.box import Box
+
+NAME = "hdf5"
+FORMAT = "reshard_mpi"
+VERSION = 2
+# The group that holds what is not a tensor, and in it: the placement table, order and strings, types
+# and boxes, escaped tensors, sums.
+RESERVED = "__reshard_mpi__"
+STRATEGY = "strategy"
+CONTENTS = "contents"
+BOXES = "boxes"
+ESCAPED = "tensors"
+SUMS = "sums"
+
+# What makes JSON large when it is parsed: three of them for each name, twice as many as tensors may have.
+_MARKS = (b'"', b"[", b"{", b",")
+_MAX_MARKS = 6 * structure.MAX_TENSORS
+# A dataset is found by walking these link names from the root, one by one.
+GroupPath = tuple[str, ...]
+_UNESCAPED = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-")
+
+
+def routes(names: Iterable[str]) -> dict[str, GroupPath]:
+    """Return by name the route of each tensor's dataset: its parts between `/`, or an escaped name where need be.
+
+    HDF5 has no empty names, takes `.` for the group itself, ends a name at NUL, and cannot have a dataset with the name
+    of a group. Routes of different names are different, whatever their order.
+    """
+    plain = {name: tuple(name.split("/")) for name in names}
+    folders = {route[:depth] for route in plain.values() if _holdable(route) for depth in range(1, len(route))}
+    return {
+        name: route if _holdable(route) and route not in folders else (RESERVED, ESCAPED, escape(name))
+        for name, route in plain.items()
+    }
+
+
+def where(path: str, route: Iterable[str]) -> str:
+    """Return how errors name the object at `route` of the file `path`."""
+    return f"{path}, /{'/'.join(route)}"
+
+
+def escape(name: str) -> str:
+    """Return `name` with every byte but letters, digits, `_` and `-` written as `%XX`."""
+    return "".join(chr(byte) if byte in _UNESCAPED else f"%{byte:02X}" for byte in name.encode())
+
+
+def unescape(link: str) -> str:
+    """Return the name that `escape` makes `link` of. Raises ValueError if there is none."""
+    name = unquote_to_bytes(link).decode(errors="replace")
+    if escape(name) != link:
+        raise ValueError(f"an escaped tensor name that is damaged: {link!r}")
+    return name
+
+
+def contents_text(names: list[str], strings: Mapping[str, str]) -> bytes:
+    """Return the list of contents as JSON: the names of the tensors in order, and the strings."""
+    return json.dumps({"tensors": names, "strings": strings}, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def contents(data: bytes) -> tuple[list[str], dict[str, str]]:
+    """Return the names and strings of a list of contents. Raises ValueError or RecursionError for anything else."""
+    if sum(map(data.count, _MARKS)) > _MAX_MARKS:
+        raise ValueError("more than names and strings")
+    content = json.loads(data)
+    names, strings = (content.get(key) for key in ("tensors", "strings")) if isinstance(content, dict) else (None, None)
+    if not isinstance(names, list) or not isinstance(strings, dict):
+        raise ValueError("no lists of tensors and strings")
+    if not all(isinstance(text, str) for text in (*names, *strings, *strings.values())):
+        raise ValueError("names and strings that are no text")
+    return names, strings
+
+
+def _holdable(route: GroupPath) -> bool:
+    return route[0] != RESERVED and all(part not in ("", ".") and "\0" not in part for part in route)
+
 
 MARK = b"\x89RSX\r\n\x1a\n"
 _HEAD = Struct("<8sIIIQ")
@@ -57,7 +131,7 @@ def write(fd: int, scratch: SourceFile, manifest: Manifest, places: TextPlaces) 
     assert manifest.identity is not None
     kinds, tensors = manifest.tensors.kinds, manifest.tensors
     facts = {
-        "version": native_names.VERSION,
+        "version": VERSION,
         "rank": manifest.identity.rank,
         "world_size": manifest.identity.world_size,
         **places._asdict(),
@@ -142,7 +216,7 @@ class _Index(NamedTuple):
         if crc32(body) != own or body.count(b",") > _MAX_NUMBERS:
             raise ValueError("a damaged index")
         facts = json.loads(body)
-        _require(facts["version"] == native_names.VERSION)
+        _require(facts["version"] == VERSION)
         return cls(file, end, structure_checksum, sums_checksum, body, facts)
 
     def head(self, sums_checksum: int) -> bytes:
@@ -173,7 +247,7 @@ class _Index(NamedTuple):
         tensors = self._tensors(names[0])
         own = [*_structure(_payloads(tensors), places.sums, self.end)]
         _require(_checksum(self.file, own) == self.structure_checksum)
-        return Manifest(self.file.path, native_names.NAME, tensors, names[1], ShardIdentity(rank, world_size, strategy))
+        return Manifest(self.file.path, NAME, tensors, names[1], ShardIdentity(rank, world_size, strategy))
 
     def sums(self) -> dict[str, int]:
         place = self.places.sums
@@ -184,7 +258,7 @@ class _Index(NamedTuple):
         return {name: number for name, (number,) in zip(names, _SUM.iter_unpack(content))}
 
     def _contents(self) -> tuple[list[str], dict[str, str]]:
-        return native_names.contents(self.file.read_exactly(*self.places.contents))
+        return contents(self.file.read_exactly(*self.places.contents))
 
     def _tensors(self, names: Sequence[str]) -> TensorTable:
         kinds, numbers = [_kind(*way) for way in self.facts["ways"]], self.facts["tensors"]
