@@ -17,8 +17,7 @@ from reshard_mpi.formats.deepspeed.rank_files import (
 )
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.nest.nodes import Dict, Value
-from reshard_mpi.formats.torch.framework_files import text_of
-from reshard_mpi.formats.torch.tensor_pieces import HeldTensor
+from reshard_mpi.formats.torch.framework_files import HeldTensor, text_of
 from reshard_mpi.text import counted, shortened
 
 _RESTORE = "copy or restore all files of one save"

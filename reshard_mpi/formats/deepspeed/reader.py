@@ -28,8 +28,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest import flatten_tree
 from reshard_mpi.formats.nest.nodes import NestError, Value
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
-from reshard_mpi.formats.torch.framework_files import read_content
-from reshard_mpi.formats.torch.tensor_pieces import FlatVector, HeldTensor, TensorPieces, held
+from reshard_mpi.formats.torch.framework_files import FlatVector, HeldTensor, TensorPieces, held, read_content
 from reshard_mpi.formats.torch.tensors import StoredTensor, is_tensor
 from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import natural_key

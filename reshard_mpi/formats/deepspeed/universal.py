@@ -23,8 +23,7 @@ from reshard_mpi.formats.deepspeed.rank_files import LAYOUT_KEYS, optimizer_stat
 from reshard_mpi.formats.deepspeed.ranks import RankStates
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.nest.nodes import Dict, Value
-from reshard_mpi.formats.torch.framework_files import pairs_of, read_content
-from reshard_mpi.formats.torch.tensor_pieces import HeldTensor, TensorPieces, held
+from reshard_mpi.formats.torch.framework_files import HeldTensor, TensorPieces, held, pairs_of, read_content
 from reshard_mpi.formats.torch.tensors import StoredTensor
 
 _SETTINGS, _WEIGHTS, _SUFFIX = "optimizer_state.pt", "fp32", ".pt"

@@ -15,7 +15,7 @@ from reshard_mpi.formats.megatron.model_names import layer_axes, place_of
 from reshard_mpi.formats.megatron.parameter_order import ElementReader, rounded
 from reshard_mpi.formats.megatron.training_tree import FP32
 from reshard_mpi.formats.nest.nodes import Value
-from reshard_mpi.formats.torch.tensor_pieces import TensorPieces
+from reshard_mpi.formats.torch.framework_files import TensorPieces
 
 # Tensors whose first dimension is the padded vocabulary.
 _OF_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")

@@ -29,8 +29,7 @@ from reshard_mpi.formats.megatron.training_tree import (
     without_members,
 )
 from reshard_mpi.formats.nest.nodes import Dict, Value
-from reshard_mpi.formats.torch.framework_files import pairs_of, text_of
-from reshard_mpi.formats.torch.tensor_pieces import HeldTensor, TensorPieces, held
+from reshard_mpi.formats.torch.framework_files import HeldTensor, TensorPieces, held, pairs_of, text_of
 from reshard_mpi.formats.torch.tensors import StoredTensor
 from reshard_mpi.sharding.box import Box
 

@@ -19,7 +19,7 @@ from reshard_mpi.formats.megatron.rank_folders import RankFiles
 from reshard_mpi.formats.megatron.rank_slices import RankTensor
 from reshard_mpi.formats.megatron.training_tree import FP32, is_of_group
 from reshard_mpi.formats.nest.nodes import Dict, Value
-from reshard_mpi.formats.torch.tensor_pieces import held
+from reshard_mpi.formats.torch.framework_files import held
 from reshard_mpi.formats.torch.tensors import StoredTensor
 
 _MAIN = "fp32_from_fp16_params"

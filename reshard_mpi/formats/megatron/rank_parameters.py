@@ -14,7 +14,7 @@ from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.megatron.model_names import is_expert, place_of
 from reshard_mpi.formats.megatron.parameter_order import Buffer, ModelPlace, Parameter, TensorSlice
 from reshard_mpi.formats.nest.nodes import Dict, Value
-from reshard_mpi.formats.torch.tensor_pieces import TensorPieces
+from reshard_mpi.formats.torch.framework_files import TensorPieces
 from reshard_mpi.sharding.box import Box
 
 # A family: its ranks by stage, which part of how many it has of cut tensors, and which experts (None: all).

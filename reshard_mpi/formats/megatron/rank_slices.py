@@ -18,8 +18,7 @@ from reshard_mpi.formats.locations import ByteRange, ByteRanges, Location, Strid
 from reshard_mpi.formats.megatron.parameter_order import ElementReader
 from reshard_mpi.formats.megatron.rank_folders import LegacyRanks, RankFiles
 from reshard_mpi.formats.nest.nodes import Value
-from reshard_mpi.formats.torch.framework_files import pairs_of
-from reshard_mpi.formats.torch.tensor_pieces import HeldTensor, held
+from reshard_mpi.formats.torch.framework_files import HeldTensor, held, pairs_of
 from reshard_mpi.formats.torch.tensors import StoredTensor
 from reshard_mpi.sharding.box import Box
 

@@ -9,8 +9,7 @@ from reshard_mpi.errors import DisagreementError, ShardError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.megatron.model_names import is_expert, layer_axes
 from reshard_mpi.formats.nest.nodes import MAX_DEPTH, Call, Dict, Global, Value
-from reshard_mpi.formats.torch.framework_files import text_of
-from reshard_mpi.formats.torch.tensor_pieces import TensorPieces, listed
+from reshard_mpi.formats.torch.framework_files import TensorPieces, listed, text_of
 from reshard_mpi.formats.torch.tensors import StoredTensor
 from reshard_mpi.text import shortened
 
