@@ -21,7 +21,7 @@ from reshard_mpi.formats import torch
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import NEST, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file
-from reshard_mpi.formats.torch import archive_layout
+from reshard_mpi.formats.torch import archive
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing import sample_tensors
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
@@ -186,23 +186,23 @@ def test_the_layout_is_that_of_torch(name: str) -> None:
     members, at = [], 0
     for info in infos:
         short = info.filename.partition("/")[2]
-        member = archive_layout.placed(short, info.file_size, at, info.CRC)._replace(name=info.filename.encode())
+        member = archive.placed(short, info.file_size, at, info.CRC)._replace(name=info.filename.encode())
         header_bytes = struct.unpack_from("<2H", content, at + 26)
         member = member._replace(payload_start=at + 30 + sum(header_bytes))
-        assert archive_layout.local_header(member) == content[at : member.payload_start]
+        assert archive.local_header(member) == content[at : member.payload_start]
         end = member.payload_start + member.size_bytes
-        assert archive_layout.descriptor(member) == content[end : member.end]
+        assert archive.descriptor(member) == content[end : member.end]
         members.append(member)
         at = member.end
-    assert archive_layout.ends(members, at) == content[at:]
+    assert archive.ends(members, at) == content[at:]
 
 
 def test_padding_reaches_the_next_multiple_of_64() -> None:
     for length in range(130):
-        member = archive_layout.placed("n" * length, 5, 1000 + length)
+        member = archive.placed("n" * length, 5, 1000 + length)
         assert member.payload_start % 64 == 0
-        header = archive_layout.local_header(member)
-        assert len(header) == member.payload_start - member.header_start < archive_layout.MEMBER_BYTES + length
+        header = archive.local_header(member)
+        assert len(header) == member.payload_start - member.header_start < archive.MEMBER_BYTES + length
         assert len(header) < 30 + len(member.name) + 4 + 64
 
 

@@ -21,7 +21,7 @@ from reshard_mpi.formats import structure
 from reshard_mpi.formats.dcp.bulk_metadata import MAX_NUMBER
 from reshard_mpi.formats.nest.nodes import ORDERED_DICT, Call, Dict, Global, Value, parts
 from reshard_mpi.formats.tensor_table import TensorTable, TensorType
-from reshard_mpi.formats.torch.archive_layout import (
+from reshard_mpi.formats.torch.archive import (
     ALIGNMENT_BYTES,
     Placed,
     descriptor,

@@ -37,7 +37,7 @@ from reshard_mpi.formats.nest import rebuild_tree
 from reshard_mpi.formats.nest.nodes import MODEL, ORDERED_DICT, Call, Dict, Global, NestError, Value
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
 from reshard_mpi.formats.torch import writer as torch_writer
-from reshard_mpi.formats.torch.archive_layout import ENDS_BYTES, MEMBER_BYTES
+from reshard_mpi.formats.torch.archive import ENDS_BYTES, MEMBER_BYTES
 from reshard_mpi.formats.torch.file_content import content_of
 from reshard_mpi.formats.torch.pickler import WrittenTensor, dumps, require_types
 from reshard_mpi.formats.torch.tensors import BY_TORCH_NAME, SIZE

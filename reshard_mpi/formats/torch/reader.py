@@ -17,7 +17,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest import flatten_tree, nodes
 from reshard_mpi.formats.nest.nodes import Call, Dict, Value
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
-from reshard_mpi.formats.torch import archive_layout
+from reshard_mpi.formats.torch import archive
 from reshard_mpi.formats.torch.dtensors import WholeTensor, whole_tensors
 from reshard_mpi.formats.torch.file_content import FileContent, content_of
 from reshard_mpi.formats.torch.tensors import DistributedTensor, StoredTensor, is_tensor, numbers, place_of
@@ -141,11 +141,11 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     """
     with structure.opened(path) as file:
         digest = None if like is None else like.header_digest
-        if like is not None and digest is not None and archive_layout.of_file(file, like.tensors) == digest:
+        if like is not None and digest is not None and archive.of_file(file, like.tensors) == digest:
             return like.at(path)
         manifest = _parsed(path, content_of(file))
         if manifest.identity is None:  # the files of different ranks say different ranks
-            manifest = manifest._replace(header_digest=archive_layout.of_file(file, manifest.tensors))
+            manifest = manifest._replace(header_digest=archive.of_file(file, manifest.tensors))
     return manifest
 
 

@@ -15,7 +15,7 @@ from reshard_mpi.formats.nest.nodes import Value
 from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
 from reshard_mpi.formats.tensor_table import TensorTable, TensorType
 from reshard_mpi.formats.torch import archive
-from reshard_mpi.formats.torch.archive_layout import (
+from reshard_mpi.formats.torch.archive import (
     ENDS_BYTES,
     MEMBER_BYTES,
     TOP,
