@@ -17,10 +17,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats.deepspeed.flat_groups import FlatRun, SizeError, in_partitions, in_slices, round_robin
+from reshard_mpi.formats.deepspeed.flat_groups import (
+    FlatRun,
+    SizeError,
+    has_round_robin,
+    in_partitions,
+    in_slices,
+    round_robin,
+)
 from reshard_mpi.formats.deepspeed.rank_files import ModelStates, OptimizerStates
 from reshard_mpi.formats.deepspeed.ranks import RankStates
-from reshard_mpi.formats.deepspeed.settings import has_round_robin
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.nest.nodes import Value
 from reshard_mpi.formats.torch.framework_files import FlatVector, HeldTensor, TensorPieces

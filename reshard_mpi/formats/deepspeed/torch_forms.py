@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from reshard_mpi.errors import TargetError
-from reshard_mpi.formats.deepspeed.settings import config_value, type_in
+from reshard_mpi.formats.deepspeed.flat_groups import config_value, type_in
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
 from reshard_mpi.formats.nest.nodes import ORDERED_DICT, Call, Dict, Global, NestError, NestTensor, Value

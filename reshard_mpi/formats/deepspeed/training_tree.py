@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.formats.deepspeed.flat_groups import type_in
 from reshard_mpi.formats.deepspeed.parameters import TIED, TrainedParameter
 from reshard_mpi.formats.deepspeed.rank_files import ModelStates
-from reshard_mpi.formats.deepspeed.settings import type_in
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest.nodes import Dict, Value
