@@ -14,7 +14,7 @@ from support.examples import few
 
 import reshard_mpi
 from reshard_mpi.errors import TargetError
-from reshard_mpi.formats.deepspeed.file_names import TargetNames, sorted_files
+from reshard_mpi.formats.deepspeed.ranks import TargetNames, sorted_files
 
 BEFORE = "l.deepspeed_experts."
 SHAPES = {

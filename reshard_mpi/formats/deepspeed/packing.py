@@ -22,7 +22,6 @@ from reshard_mpi.formats.deepspeed.carried_values import (
     optimizer_text,
     require_places,
 )
-from reshard_mpi.formats.deepspeed.file_names import TargetNames
 from reshard_mpi.formats.deepspeed.flat_groups import has_round_robin, is_aligned, round_robin, sub_group_size
 from reshard_mpi.formats.deepspeed.layout import (
     LAYOUT,
@@ -38,6 +37,7 @@ from reshard_mpi.formats.deepspeed.layout import (
 )
 from reshard_mpi.formats.deepspeed.model_parts import ModelParts, parts_of, second_names
 from reshard_mpi.formats.deepspeed.parameters import TIED
+from reshard_mpi.formats.deepspeed.ranks import TargetNames
 from reshard_mpi.formats.deepspeed.torch_forms import EngineNest, is_nest_tensor, loss_scaler, nest_of
 from reshard_mpi.formats.deepspeed.weight_copies import compared_parts, weights_made_of
 from reshard_mpi.formats.dtypes import BY_NAME, DType

@@ -13,11 +13,10 @@ from pathlib import Path
 
 from reshard_mpi.errors import ShardError, SourceError
 from reshard_mpi.filesystem import source_files
-from reshard_mpi.formats.deepspeed.file_names import PARAMETERS, Ranks, TagFiles, sorted_files
 from reshard_mpi.formats.deepspeed.flat_groups import SizeError, in_slices, type_in
 from reshard_mpi.formats.deepspeed.parameters import trained_parameters, with_shapes
 from reshard_mpi.formats.deepspeed.rank_files import LAYOUT_KEYS, named_tensors
-from reshard_mpi.formats.deepspeed.ranks import RankStates, read_ranks
+from reshard_mpi.formats.deepspeed.ranks import PARAMETERS, Ranks, RankStates, TagFiles, read_ranks, sorted_files
 from reshard_mpi.formats.deepspeed.slice_rules import read_rules
 from reshard_mpi.formats.deepspeed.tensor_parallel import JOINED, JOINED_BY_STRATEGY, joined
 from reshard_mpi.formats.deepspeed.training_tree import DeepSpeedTraining, arranged

@@ -22,8 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import DisagreementError, ShardError, SourceError
-from reshard_mpi.formats.deepspeed.file_names import TagFiles
-from reshard_mpi.formats.deepspeed.ranks import RankStates
+from reshard_mpi.formats.deepspeed.ranks import RankStates, TagFiles
 from reshard_mpi.formats.nest.nodes import Dict, Value
 from reshard_mpi.formats.torch.framework_files import pairs_of, text_of
 from reshard_mpi.sharding.strategy import Strategy

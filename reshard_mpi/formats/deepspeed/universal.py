@@ -17,10 +17,9 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem import source_files
-from reshard_mpi.formats.deepspeed.file_names import PARAMETERS
 from reshard_mpi.formats.deepspeed.parameters import TrainedParameter
 from reshard_mpi.formats.deepspeed.rank_files import LAYOUT_KEYS, optimizer_states_of, plain
-from reshard_mpi.formats.deepspeed.ranks import RankStates
+from reshard_mpi.formats.deepspeed.ranks import PARAMETERS, RankStates
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.nest.nodes import Dict, Value
 from reshard_mpi.formats.torch.framework_files import HeldTensor, TensorPieces, held, pairs_of, read_content

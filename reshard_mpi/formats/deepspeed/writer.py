@@ -15,7 +15,6 @@ from zlib import crc32
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats import structure
-from reshard_mpi.formats.deepspeed.file_names import TargetNames
 from reshard_mpi.formats.deepspeed.layout import (
     LAYOUT,
     FlatGroupLayout,
@@ -30,6 +29,7 @@ from reshard_mpi.formats.deepspeed.layout import (
     whole_part,
 )
 from reshard_mpi.formats.deepspeed.parameters import TIED
+from reshard_mpi.formats.deepspeed.ranks import TargetNames
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.locations import ByteRange, ByteRanges
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardSpec, Specs
