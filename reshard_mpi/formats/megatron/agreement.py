@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.locations import ByteRanges
-from reshard_mpi.formats.megatron.model_names import layer_axes, place_of
+from reshard_mpi.formats.megatron.layers import layer_axes, place_of
 from reshard_mpi.formats.megatron.parameter_order import ElementReader, rounded
 from reshard_mpi.formats.megatron.training_tree import FP32
 from reshard_mpi.formats.nest.nodes import Value

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, Location
-from reshard_mpi.formats.megatron.model_names import is_expert, place_of
+from reshard_mpi.formats.megatron.layers import is_expert, place_of
 from reshard_mpi.formats.megatron.parameter_order import (
     MAIN,
     Bucket,

@@ -16,8 +16,7 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.megatron.common_state import common_state
-from reshard_mpi.formats.megatron.model_names import NamedChunk
-from reshard_mpi.formats.megatron.stacking import EXPERTS, ModulePlaces, StackedPlace, object_key, stacked
+from reshard_mpi.formats.megatron.layers import EXPERTS, ModulePlaces, NamedChunk, StackedPlace, object_key, stacked
 from reshard_mpi.formats.megatron.training_tree import FP32
 from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
 from reshard_mpi.formats.nest.nodes import MODEL, ORDERED_DICT, Call, Dict, NestError, NestTensor, Value

@@ -27,7 +27,7 @@ from reshard_mpi.formats.dcp.reader import located_items, metadata_of
 from reshard_mpi.formats.locations import Location
 from reshard_mpi.formats.megatron.agreement import require_agreement
 from reshard_mpi.formats.megatron.flat_state import BucketNames, of_buckets, unflattened
-from reshard_mpi.formats.megatron.model_names import layer_axes
+from reshard_mpi.formats.megatron.layers import layer_axes
 from reshard_mpi.formats.megatron.parameter_order import ElementReader
 from reshard_mpi.formats.megatron.training_tree import (
     FP32,

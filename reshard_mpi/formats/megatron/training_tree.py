@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import DisagreementError, ShardError
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.megatron.model_names import is_expert, layer_axes
+from reshard_mpi.formats.megatron.layers import is_expert, layer_axes
 from reshard_mpi.formats.nest.nodes import MAX_DEPTH, Call, Dict, Global, Value
 from reshard_mpi.formats.torch.framework_files import TensorPieces, listed, text_of
 from reshard_mpi.formats.torch.tensors import StoredTensor

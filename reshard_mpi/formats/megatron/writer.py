@@ -20,7 +20,7 @@ from reshard_mpi.formats.dcp.metadata_writer import CollectedTensor, content_of,
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardSpec
 from reshard_mpi.formats.megatron.common_state import objects_of
-from reshard_mpi.formats.megatron.model_names import chunk_of, item_kind
+from reshard_mpi.formats.megatron.layers import chunk_of, item_kind
 from reshard_mpi.formats.megatron.packing import COMMON
 from reshard_mpi.formats.megatron.training_tree import NAME
 from reshard_mpi.formats.nest import rebuild_tree

@@ -1,9 +1,12 @@
-"""Put the weights of numbered layers and experts on top of each other, as torch_dist does (`stacked`).
+"""Tell layers and experts by the names of Megatron's tensors (`place_of`), and stack their weights (`stacked`).
 
-`decoder.layers.7.mlp.linear_fc2.weight [h, f]` is part 7 of `decoder.layers.mlp.linear_fc2.weight [L, h, f]`, if all
-layers are alike; layers that are not keep their numbers, as Megatron-Core keeps them then, and those of multi-token
-prediction. Experts are on top of each other in any case. (megatron/core/transformer/transformer_block.py,
-multi_token_prediction.py, moe/experts.py of Megatron-Core 0.19)
+torch_dist stacks the layers of a model: `decoder.layers.7.mlp.linear_fc2.weight [h, f]` is part 7 of
+`decoder.layers.mlp.linear_fc2.weight [L, h, f]`, if all layers are alike; layers that are not keep their numbers, as
+Megatron-Core keeps them then, and those of multi-token prediction. Experts are stacked in any case, behind the layers.
+(megatron/core/transformer/transformer_block.py, multi_token_prediction.py, moe/experts.py of Megatron-Core 0.19)
+
+A file lists its tensors by name alone, so the name of a chunk says of which tensor it is, where it begins, and of what
+shape the whole is: `decoder.layers.mlp.linear_fc2.weight [3, 0, 0] of [4, 32, 48]`. What is no chunk has another name.
 """
 
 from __future__ import annotations
@@ -16,10 +19,92 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.nest.nodes import Value
 from reshard_mpi.formats.tensor_table import TensorType
 
-_LAYER = re.compile(r"(?P<before>(?:.*\.)?layers\.)(?P<number>\d+)\.(?P<part>.+)")
-_EXPERT = re.compile(r"(?P<before>.*?\.)experts\.(?:(?:local_)?experts\.)?(?P<number>\d+)\.(?P<part>.+)")
-_STACKED_LAYERS = re.compile(r"(?:.*\.)?layers\.(?!\d)")
+# Parts of a model in the order in which they are built.
+_SECTIONS = ("embedding.", "decoder.layers.", "decoder.final_", "mtp.", "output_layer.")
+_LAYER = re.compile(r"(?P<before>(?:.*\.)?layers\.)(?:(?P<number>\d{1,9})\.)?(?P<part>.+)")
 EXPERTS = ".experts.experts."
+_EXPERT = re.compile(r"(?P<before>.*\.(?:local_)?experts\.)(?P<number>\d{1,9})(?P<after>\..*)")
+_CHUNK = re.compile(r"(?P<key>.*) \[(?P<start>[\d, ]*)\] of \[(?P<whole>[\d, ]*)\]", re.DOTALL)
+
+
+class NamedPlace(NamedTuple):
+    """The place of a tensor in its model, as its name tells it.
+
+    Attributes:
+        section: which part of the model, in the order in which they are built; None: that is not known.
+        layer, expert: its numbers, None where the name has none.
+        part: the name without these.
+        stacked_layers, stacked_experts: whether the tensor has them as its first dimensions.
+    """
+
+    section: int | None
+    layer: int | None
+    expert: int | None
+    part: str
+    stacked_layers: bool
+    stacked_experts: bool
+
+
+def place_of(key: str) -> NamedPlace:
+    """Return the place of a tensor in its model."""
+    section = next((number for number, begin in enumerate(_SECTIONS) if key.startswith(begin)), None)
+    layer, part, stacked_layers = None, key, False
+    if match := _LAYER.fullmatch(key):
+        part, stacked_layers = match["part"], match["number"] is None
+        layer = None if stacked_layers else int(match["number"])
+    expert = None
+    if found := _EXPERT.fullmatch(part):
+        part, expert = f"{found['before']}*{found['after']}", int(found["number"])
+    return NamedPlace(section, layer, expert, part, stacked_layers, EXPERTS in key and expert is None)
+
+
+def is_expert(key: str) -> bool:
+    """Tell whether a tensor is of experts, which the ranks of expert parallelism share out."""
+    place = place_of(key)
+    return place.stacked_experts or place.expert is not None or ".experts." in key
+
+
+def layer_axes(key: str) -> int:
+    """Return how many of a tensor's first dimensions are layers and experts."""
+    place = place_of(key)
+    return place.stacked_layers + place.stacked_experts
+
+
+class NamedChunk(NamedTuple):
+    """A chunk of a tensor: the key of that, where the chunk begins, and the shape of the whole."""
+
+    key: str
+    start: tuple[int, ...]
+    whole: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.key} {list(self.start)} of {list(self.whole)}"
+
+    def shape(self, kind: TensorType) -> tuple[int, ...]:
+        """Return the shape of the chunk, which lies in a file without the dimensions that are layers and experts."""
+        return (*(1,) * (len(self.whole) - len(kind.shape)), *kind.shape)
+
+
+def chunk_of(name: str) -> NamedChunk | None:
+    """Return the chunk of this name; None if it is the name of something else."""
+    match = _CHUNK.fullmatch(name)
+    return None if match is None else NamedChunk(match["key"], _numbers(match["start"]), _numbers(match["whole"]))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(", "))) if text else ()
+
+
+def item_kind(name: str, kind: TensorType) -> TensorType:
+    """Return the kind of the item that a file has of a tensor."""
+    chunk = chunk_of(name)
+    return kind if chunk is None else TensorType(kind.dtype, chunk.shape(kind))
+
+
+_NUMBERED_LAYER = re.compile(r"(?P<before>(?:.*\.)?layers\.)(?P<number>\d+)\.(?P<part>.+)")
+_NUMBERED_EXPERT = re.compile(r"(?P<before>.*?\.)experts\.(?:(?:local_)?experts\.)?(?P<number>\d+)\.(?P<part>.+)")
+_STACKED_LAYERS = re.compile(r"(?:.*\.)?layers\.(?!\d)")
 # Norms of Megatron's own layers, which torch_dist calls as Transformer Engine does, and what tells these layers.
 _NORM = re.compile(r"(?P<before>.*\.)(?P<norm>input_layernorm|pre_mlp_layernorm)\.(?P<part>weight|bias)")
 _OF_TORCH_DIST = {
@@ -158,9 +243,9 @@ def _own_axes(key: str, own: _NumberedKey) -> int:
 
 def _numbered(key: str) -> _NumberedKey:
     layers, layer, part, expert = "", None, key, None
-    if match := _LAYER.fullmatch(key):
+    if match := _NUMBERED_LAYER.fullmatch(key):
         layers, layer, part = match["before"], int(match["number"]), match["part"]
-    if match := _EXPERT.fullmatch(part) or _GROUPED.fullmatch(part):
+    if match := _NUMBERED_EXPERT.fullmatch(part) or _GROUPED.fullmatch(part):
         part, expert = f"{match['before']}experts.experts.{match['part']}", int(match["number"])
     return _NumberedKey(f"{layers}{part}", layers, layer, expert)
 
