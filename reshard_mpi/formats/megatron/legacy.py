@@ -17,7 +17,6 @@ from typing import NamedTuple
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.locations import ByteRanges, Location
-from reshard_mpi.formats.megatron.agreement import require_agreement
 from reshard_mpi.formats.megatron.flat_vectors import ParameterState, vector_states
 from reshard_mpi.formats.megatron.parameter_order import ElementReader, rounded
 from reshard_mpi.formats.megatron.rank_folders import VECTOR_FILE, LegacyRanks, RankFiles, is_chunk, read_ranks
@@ -31,6 +30,7 @@ from reshard_mpi.formats.megatron.training_tree import (
     kind_of_group,
     merged,
     not_of_one_save,
+    require_agreement,
     with_members,
     without_members,
 )

@@ -25,7 +25,6 @@ from reshard_mpi.formats.dcp.items import LocatedFile, StoragePlace
 from reshard_mpi.formats.dcp.metadata import TensorChunks
 from reshard_mpi.formats.dcp.reader import located_items, metadata_of
 from reshard_mpi.formats.locations import Location
-from reshard_mpi.formats.megatron.agreement import require_agreement
 from reshard_mpi.formats.megatron.flat_state import BucketNames, of_buckets, unflattened
 from reshard_mpi.formats.megatron.layers import layer_axes
 from reshard_mpi.formats.megatron.parameter_order import ElementReader
@@ -37,6 +36,7 @@ from reshard_mpi.formats.megatron.training_tree import (
     differing,
     merged,
     not_of_one_save,
+    require_agreement,
 )
 from reshard_mpi.formats.nest.nodes import Dict, Value
 from reshard_mpi.formats.torch.file_content import content_of
