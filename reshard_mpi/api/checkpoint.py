@@ -277,7 +277,7 @@ class Checkpoint(Mapping[str, Tensor]):
         source has it in a form that cannot be read.
         """
         from reshard_mpi.formats.nest.nodes import NestError
-        from reshard_mpi.formats.nest.plain_values import values_beside
+        from reshard_mpi.formats.nest.rebuild_tree import values_beside
 
         try:
             tree = values_beside(self, self._plan.strings)

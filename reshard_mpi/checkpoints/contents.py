@@ -13,7 +13,7 @@ from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.locations import LibraryRead
 from reshard_mpi.formats.manifest import NEST, Manifest, TensorSpec
 from reshard_mpi.formats.nest.nodes import NestError
-from reshard_mpi.formats.nest.plain_values import as_json, leaves, values_beside
+from reshard_mpi.formats.nest.rebuild_tree import as_json, leaves, values_beside
 from reshard_mpi.mapping.tensor_kinds import TensorKind, expert_of, kind_of, layer_of
 from reshard_mpi.planning.chunk_reads import held_tensor
 from reshard_mpi.planning.rank_plan import Limits

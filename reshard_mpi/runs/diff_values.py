@@ -14,7 +14,7 @@ from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.value_distance import Tolerance, distance_of, is_comparable
 from reshard_mpi.formats.manifest import TensorSpec
 from reshard_mpi.formats.nest.nodes import NestError
-from reshard_mpi.formats.nest.plain_values import as_json, leaves, values_beside
+from reshard_mpi.formats.nest.rebuild_tree import as_json, leaves, values_beside
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.diff import DiffSide, planned_sides, tensor_pairs

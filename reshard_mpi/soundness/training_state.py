@@ -20,7 +20,7 @@ from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME, numbers
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest.nodes import UNREADABLE, NestError, parsed
-from reshard_mpi.formats.nest.plain_values import leaves, values_beside
+from reshard_mpi.formats.nest.rebuild_tree import leaves, values_beside
 from reshard_mpi.mapping.numbered_state import WRAPPERS, Training, state_of, training_in
 from reshard_mpi.mapping.optimizers import optimizers_of
 from reshard_mpi.mapping.state_owners import ends_of, parted_anywhere
