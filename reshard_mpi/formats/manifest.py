@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, overload
 from reshard_mpi.errors import DisagreementError, TargetError
 from reshard_mpi.formats.dtypes import DType, numbers
 from reshard_mpi.formats.locations import ByteRanges, LibraryRead, Location
+from reshard_mpi.formats.nest.entries import joined, settings_of
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable, TensorType
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import GIB
@@ -58,8 +59,6 @@ def common_nest(texts: Iterable[str]) -> CommonNest | None:
     same = same_nest(different)
     if same is not None or not different:
         return None if same is None else CommonNest(same, is_whole=True)
-    from reshard_mpi.formats.nest.join_stages import joined
-
     try:
         roots, orders = zip(*map(_nest_and_order, different))
         root, is_whole, apart = joined(roots)
@@ -108,8 +107,6 @@ def nest_without_order(text: str) -> str:
 
 def nest_settings(text: str) -> str:
     """Return what nests of all stages have in common: no tensors, no entries of optimizers. Raises as the above."""
-    from reshard_mpi.formats.nest.join_stages import settings_of
-
     return json.dumps(settings_of(nest_root(text)))
 
 
