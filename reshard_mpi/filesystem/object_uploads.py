@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 
 from reshard_mpi.errors import StoreError, StoreUnreachableError, TargetError
 from reshard_mpi.filesystem import object_listing
+from reshard_mpi.filesystem.object_folders import NOT_MET, metadata_of, remove
 from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, asked, changed, client, state_of, tag_in
-from reshard_mpi.filesystem.object_writes import NOT_MET, metadata_of, remove
 from reshard_mpi.filesystem.source_files import FileStream, SourceFile
 
 _GONE = "NoSuchUpload"

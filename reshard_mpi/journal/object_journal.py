@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from reshard_mpi.errors import TargetError
-from reshard_mpi.filesystem import object_listing, object_uploads, object_writes
+from reshard_mpi.filesystem import object_folders, object_listing, object_uploads
 from reshard_mpi.filesystem.folders import Say
 from reshard_mpi.filesystem.object_folders import ObjectFolder
 from reshard_mpi.filesystem.object_parts import PlannedPart
@@ -138,7 +138,7 @@ class ObjectJournal(Journal):
                 uncommit(folder, (*leftover_index(self.folder, self.identity), *self._index_files))
                 self._remove_leftovers()
             if earlier is not None or self._is_single_writer:
-                object_writes.put(place, content, instead_of=None if self._is_single_writer else earlier)
+                object_folders.put(place, content, instead_of=None if self._is_single_writer else earlier)
         if self._strategy is not None and strategy_of_run(self.folder, self.identity.digest) is None:
             keep_strategy(state, self.identity.digest, self._strategy())
         self.check()
@@ -165,7 +165,7 @@ class ObjectJournal(Journal):
             for rank in recorded_ranks(self._state):
                 records.remove(record_path(self._state, rank).name)
         for file, rank in leftovers(self.folder, self.identity).items():
-            object_writes.remove(ObjectPlace.of(self.folder / file))
+            object_folders.remove(ObjectPlace.of(self.folder / file))
             records.remove(record_path(self._state, rank).name)
 
     def _require_conditions(self, place: ObjectPlace, content: bytes, earlier: ObjectState | None) -> None:
@@ -180,11 +180,11 @@ class ObjectJournal(Journal):
         """
         if earlier is not None:
             content = first_bytes(run_path(self._state), earlier.size_bytes)
-            keeps = object_writes.is_kept(place, content)
+            keeps = object_folders.is_kept(place, content)
         else:  # if another process was quicker, the store has told so
-            keeps = object_writes.is_kept(place, content) or object_writes.is_kept(place, content)
+            keeps = object_folders.is_kept(place, content) or object_folders.is_kept(place, content)
         if earlier is None and not keeps:
-            object_writes.remove(place)
+            object_folders.remove(place)
         if not keeps:
             raise TargetError(
                 "the store does not keep conditions, by which processes know of each other",
@@ -254,7 +254,7 @@ class ObjectJournal(Journal):
             return upload, there
         upload = upload or Upload.begin(place, {_RUN: self.identity.digest})
         facts = {"id": upload.upload_id, "token": upload.token, "crc": upload.has_crc, "digest": digest}
-        object_writes.put(ObjectPlace.of(upload_path(self._state, target_rank)), json.dumps(facts).encode())
+        object_folders.put(ObjectPlace.of(upload_path(self._state, target_rank)), json.dumps(facts).encode())
         return upload, ()
 
     def _confirm_object(
@@ -282,7 +282,7 @@ class ObjectJournal(Journal):
         folder.remove(upload_path(self._state, target_rank).name)
 
     def _require_known(self, target_rank: int, path: Path) -> None:
-        said = object_writes.metadata_of(ObjectPlace.of(path))
+        said = object_folders.metadata_of(ObjectPlace.of(path))
         if said.get(_RUN) != self.identity.digest:  # else its writer has died before it was recorded
             require_own_target(ObjectFolder(self._state), self.folder, target_rank, path)
 

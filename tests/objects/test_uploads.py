@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.object_servers import Bucket
 
-from reshard_mpi.filesystem import object_store, object_writes
+from reshard_mpi.filesystem import object_folders, object_store
 from reshard_mpi.filesystem.object_store import ObjectPlace
 
 
@@ -22,4 +22,4 @@ def test_an_answer_without_a_date(moto: Bucket, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(client, "put_object", undated)
     place = ObjectPlace(moto.name, "small")
-    assert object_writes.put(place, b"1") == object_store.state_of(place)
+    assert object_folders.put(place, b"1") == object_store.state_of(place)
