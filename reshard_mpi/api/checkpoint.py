@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from reshard_mpi.filesystem.source_files import FileVersion
     from reshard_mpi.planning.rank_plan import Group, RankPlan
-    from reshard_mpi.quantization.placing import QuantizedWeights
+    from reshard_mpi.quantization.weights import QuantizedWeights
 
 
 class SourcePart(NamedTuple):

@@ -19,7 +19,7 @@ from reshard_mpi.filesystem import source_files
 from reshard_mpi.mapping.map_file import read_configuration
 from reshard_mpi.mapping.tensor_kinds import TensorKind, expert_of, kin_of, kind_of, layer_of
 from reshard_mpi.quantization.layouts import COLUMNS, ROWS, layout_of
-from reshard_mpi.quantization.placing import StoredWeight
+from reshard_mpi.quantization.weights import StoredWeight
 from reshard_mpi.text import counted, format_bytes, number_ranges, one_line
 
 CONFIG = "config.json"

@@ -19,8 +19,7 @@ from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorEntry, TensorTable, TensorType
-from reshard_mpi.quantization.placing import QuantizedWeights, StoredWeight
-from reshard_mpi.quantization.weights import QuantizedWeight
+from reshard_mpi.quantization.weights import QuantizedWeight, QuantizedWeights, StoredWeight
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout, whole_shape_of_parts
 from reshard_mpi.text import MIB

@@ -21,7 +21,7 @@ from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import MIB, counted
 
 if TYPE_CHECKING:
-    from reshard_mpi.quantization.placing import QuantizedWeights
+    from reshard_mpi.quantization.weights import QuantizedWeights
 
 # The structure kept of earlier shards besides the last one's, since neighbouring targets read the same.
 MAX_KEPT_BYTES = 56 * MIB

@@ -20,8 +20,7 @@ from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
 from reshard_mpi.mapping.selection import ANY, Selection
 from reshard_mpi.quantization.grouping import quantized_weights
 from reshard_mpi.quantization.layouts import fit, layout_of
-from reshard_mpi.quantization.placing import QuantizedWeights, StoredWeight
-from reshard_mpi.quantization.weights import Companion, QuantizedWeight, Relation
+from reshard_mpi.quantization.weights import Companion, QuantizedWeight, QuantizedWeights, Relation, StoredWeight
 from reshard_mpi.sharding.box import Box, overlapping
 from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.strides import paired

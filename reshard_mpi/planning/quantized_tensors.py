@@ -10,8 +10,7 @@ from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.locations import Constant, Dequantized
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
 from reshard_mpi.planning.rank_plan import Group, PlannedTensors, RankPlan, ReadGroup, TensorPlan
-from reshard_mpi.quantization.placing import StoredWeight
-from reshard_mpi.quantization.weights import QuantizedWeight
+from reshard_mpi.quantization.weights import QuantizedWeight, StoredWeight
 from reshard_mpi.sharding.box import Box
 
 _FLOAT32 = BY_NAME["float32"]

@@ -29,8 +29,7 @@ from reshard_mpi.planning.map_routes import MappedTensors
 from reshard_mpi.planning.quantized_tensors import dequantized
 from reshard_mpi.planning.rank_plan import LEFT_OUT, RankPlan
 from reshard_mpi.planning.tensor_names import Accumulated, is_partial_sum
-from reshard_mpi.quantization.placing import QuantizedWeights
-from reshard_mpi.quantization.weights import SCHEME_TEXT, QuantizedWeight
+from reshard_mpi.quantization.weights import SCHEME_TEXT, QuantizedWeight, QuantizedWeights
 from reshard_mpi.runs.check_maps import TensorMap, require_known_sums, source_warnings, tensor_at, tied_tensors
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.text import counted, shortened

@@ -49,7 +49,7 @@ from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import MIB
 
 if TYPE_CHECKING:
-    from reshard_mpi.quantization.placing import QuantizedWeights
+    from reshard_mpi.quantization.weights import QuantizedWeights
     from reshard_mpi.runs.mapped_source import MappedCheckpoint
 
 

@@ -32,7 +32,7 @@ from reshard_mpi.text import shortened
 
 if TYPE_CHECKING:
     from reshard_mpi.pictures.norms import TensorNorm
-    from reshard_mpi.quantization.placing import QuantizedWeights
+    from reshard_mpi.quantization.weights import QuantizedWeights
 
 # Errors that say what is wrong with files, and with a checkpoint once these have been found.
 _OF_FILES = (ShardError, CoverageError, DisagreementError, DamageError)

@@ -19,8 +19,7 @@ from reshard_mpi.errors import SourceError, UsageError
 from reshard_mpi.filesystem.source_files import exists, first_bytes, is_file, is_folder, version_of
 from reshard_mpi.mapping.tensor_kinds import TensorKind, kind_of
 from reshard_mpi.processes.imports import fresh_interpreter, import_environment
-from reshard_mpi.quantization.placing import QuantizedWeights
-from reshard_mpi.quantization.weights import SCHEME_TEXT
+from reshard_mpi.quantization.weights import SCHEME_TEXT, QuantizedWeights
 from reshard_mpi.soundness.findings import Finding, FindingKind
 from reshard_mpi.text import one_line
 
