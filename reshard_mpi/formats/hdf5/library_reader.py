@@ -16,7 +16,7 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.hdf5 import box_table, datasets, native_shard, types
+from reshard_mpi.formats.hdf5 import datasets, native_shard, types
 from reshard_mpi.formats.hdf5.datasets import shape_of
 from reshard_mpi.formats.hdf5.native_shard import GroupPath
 from reshard_mpi.formats.locations import ByteRanges
@@ -310,7 +310,7 @@ def _native(file: SourceFile, walk: Walk, root_group: Node) -> Manifest:
         if name in entries:
             raise ShardError("two datasets of a native HDF5 shard have the same name", got=repr(name), where=where)
         stored, shape, source = datasets.content(node.handle, file, node.route, where)
-        dtype, global_shape, box = box_table.located(rows[name], stored, shape, where)
+        dtype, global_shape, box = types.located(rows[name], stored, shape, where)
         if not isinstance(source, ByteRanges) and node.handle.get_storage_size() == 0:
             raise ShardError("a tensor of a native HDF5 shard was never written", where=where)
         entries[name] = TensorEntry(name, dtype, shape, source, box, global_shape)
@@ -322,12 +322,13 @@ def _native(file: SourceFile, walk: Walk, root_group: Node) -> Manifest:
     return Manifest(path, native_shard.NAME, tensors, description.strings, description.identity)
 
 
-def _rows(walk: Walk, root_group: Node, path: str, names: Sequence[str]) -> dict[str, box_table.Row]:
+def _rows(walk: Walk, root_group: Node, path: str, names: Sequence[str]) -> dict[str, types.Row]:
     """Return the rows of the table of boxes, which are in the order of the list of contents, by name."""
     node = walk.child(walk.child(root_group, native_shard.RESERVED), native_shard.BOXES)
     where = native_shard.where(path, node.path)
     _require_dataset(node, where)
-    return dict(zip(names, box_table.read(node.handle, len(names), where)))
+    shape = datasets.shape_of(node.handle, node.handle.get_create_plist(), where)
+    return dict(zip(names, types.read_table(node.handle, shape, len(names), where)))
 
 
 def _not_in_contents(path: str, expected: int, odd: list[str]) -> ShardError:

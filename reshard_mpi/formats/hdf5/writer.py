@@ -20,7 +20,7 @@ from h5py import h5d, h5f, h5g, h5p, h5s, h5t
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import structure
-from reshard_mpi.formats.hdf5 import box_table, native_shard, reader, types
+from reshard_mpi.formats.hdf5 import native_shard, reader, types
 from reshard_mpi.formats.hdf5.native_shard import GroupPath
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
 from reshard_mpi.formats.tensor_table import TensorTable
@@ -113,7 +113,7 @@ def _write_structure(
     if spec.with_sums:
         sums = writer.dataset((native_shard.RESERVED, native_shard.SUMS), h5t.STD_U32LE, (len(names),))
         places = places._replace(sums=(sums.get_offset() or 0, 4 * len(names)))
-    writer.table(native_shard.BOXES, box_table.rows(specs))
+    writer.table(native_shard.BOXES, types.table_of(specs))
     routes = native_shard.routes(names)
     stored_types = {dtype: types.create(dtype) for dtype in {kind.dtype for kind in specs.kinds}}
     tensors = TensorTable(path)
