@@ -18,7 +18,7 @@ from reshard_mpi.planning.tensor_names import (
     require_common_parameters,
 )
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.layout import Layout, stand_in_shape
+from reshard_mpi.sharding.layout import Layout, alignments, stand_in_shape
 from reshard_mpi.sharding.placement import Piece, Placement
 from reshard_mpi.sharding.strategy import Strategy
 
@@ -222,8 +222,6 @@ def _needs(source: Placement, target: Placement, target_rank: int) -> NeededPiec
     needs = []
     both: tuple[tuple[Placement, Placement], ...] = ((source, target),)
     if source.expanded_shape is not None or target.expanded_shape is not None:
-        from reshard_mpi.sharding.regroup_dimensions import alignments  # which only MindSpore's JSON needs
-
         both = alignments(source, target)
     for aligned, other in both:
         shape = stand_in_shape(aligned, other)

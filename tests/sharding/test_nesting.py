@@ -13,10 +13,9 @@ from support.oracle import RawLayout, optimizer_step, rank_holds, slice_for_rank
 
 from reshard_mpi.errors import LayoutError
 from reshard_mpi.sharding import mindspore_json
-from reshard_mpi.sharding.layout import Layout, fitted, stand_in_shape, whole_shape
+from reshard_mpi.sharding.layout import Layout, alignments, fitted, regroup, stand_in_shape, whole_shape
 from reshard_mpi.sharding.mindspore_layouts import to_placement
 from reshard_mpi.sharding.placement import Placement
-from reshard_mpi.sharding.regroup_dimensions import alignments, regroup
 
 
 def expanded(raw: RawLayout, shape: tuple[int, ...]) -> Placement:
