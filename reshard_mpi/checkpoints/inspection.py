@@ -25,10 +25,9 @@ from reshard_mpi.journal.record_files import STATE
 from reshard_mpi.journal.run_status import about_record, state_of
 from reshard_mpi.options import OPTIONS
 from reshard_mpi.sharding import strategy_files, strategy_table
-from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.spec_text import spec_text
-from reshard_mpi.sharding.strategy import Strategy
+from reshard_mpi.sharding.strategy import Pattern, Strategy
 from reshard_mpi.text import did_you_mean, with_addresses
 
 _MAY_LACK_FILES = "nothing in it tells whether its last files are missing: tensors may be larger than what is here"

@@ -18,7 +18,7 @@ from reshard_mpi.cli.output import show
 from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.filesystem.source_files import is_taken
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.patterns import Pattern
+from reshard_mpi.sharding.strategy import Pattern
 from reshard_mpi.text import MIB, json_number, one_line, shortened
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from reshard_mpi.quantization.grouping import quantized_weights
 from reshard_mpi.quantization.layouts import fit, layout_of
 from reshard_mpi.quantization.weights import Companion, QuantizedWeight, QuantizedWeights, Relation, StoredWeight
 from reshard_mpi.sharding.box import Box, overlapping
-from reshard_mpi.sharding.patterns import Pattern
+from reshard_mpi.sharding.strategy import Pattern
 from reshard_mpi.sharding.strides import paired
 from reshard_mpi.text import counted
 

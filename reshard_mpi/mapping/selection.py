@@ -21,8 +21,7 @@ from reshard_mpi.mapping.rules import TYPES, Drop, Fill, Rules, element_of
 from reshard_mpi.mapping.state_owners import OwnersInPart, is_named_as_state, owned_by, owners, owners_in_part
 from reshard_mpi.mapping.tensor_kinds import COUNTS, MODULE_WORDS, STATE_WORDS, parts_of
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.patterns import Pattern
-from reshard_mpi.sharding.strategy import named_after
+from reshard_mpi.sharding.strategy import Pattern, named_after
 from reshard_mpi.text import shortened
 
 

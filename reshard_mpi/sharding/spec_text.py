@@ -136,7 +136,7 @@ _LEAST_RANGE = 3
 
 
 def exact_patterns(names: Iterable[str]) -> list[str]:
-    """Return patterns (see `patterns`): each of the names matches exactly one of them, and no other name any.
+    """Return patterns (see `Patterns`): each of the names matches exactly one of them, and no other name any.
 
     They are in the natural order of names.
     """

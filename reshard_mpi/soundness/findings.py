@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard_mpi.sharding.patterns import Pattern
+from reshard_mpi.sharding.strategy import Pattern
 from reshard_mpi.text import counted, format_bytes, natural_key, one_line
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import many
 
-from reshard_mpi.sharding.patterns import Pattern
 from reshard_mpi.sharding.spec_text import exact_patterns
+from reshard_mpi.sharding.strategy import Pattern
 
 
 @pytest.mark.parametrize(
