@@ -174,7 +174,7 @@ def _finished_tree(tree: Mapping[str | int, Value]) -> Value:
             values["state"] = _numbered(values["state"], values.get("param_groups"))
         if "gamma" in values and type(values.get("milestones")) is Dict:
             values["milestones"] = _counter(values["milestones"])
-        return Dict([part for pair in values.items() for part in pair])
+        return Dict.of(values.items())
     length = max(key for key in values if type(key) is int) + 1
     return [values.get(index) for index in range(length)]
 
@@ -183,14 +183,14 @@ def _numbered(state: Dict, groups: Value) -> Dict:
     """Return state with numbers for keys that are a parameter's as text: torch passes over these without an error."""
     members = [group.get("params") for group in groups if type(group) is Dict] if type(groups) is list else []
     numbers = {str(number): number for keys in members if type(keys) is list for number in keys if type(number) is int}
-    return Dict([part for key, value in state.pairs() for part in (numbers.get(key, key), value)])
+    return Dict.of((numbers.get(key, key), value) for key, value in state.pairs())
 
 
 def _counter(milestones: Dict) -> Value:
     """Return the milestones of torch's MultiStepLR as they were saved: it looks up numbers in them."""
     if not all(type(key) is str and key.isdecimal() for key in milestones.flat[::2]):
         return milestones
-    return Call(_COUNTER, (Dict([part for key, count in milestones.pairs() for part in (int(key), count)]),))
+    return Call(_COUNTER, (Dict.of((int(key), count) for key, count in milestones.pairs()),))
 
 
 def _contradiction(path: Keys, where: str) -> ShardError:
@@ -292,7 +292,7 @@ def footer_of(tensors: TensorTable, strings: dict[str, str]) -> bytes:
             *("names", list(tensors)),
             *("kind_of", _little_endian(array("I", tensors.kind_ids)).tobytes().hex()),
             *("starts", _little_endian(array("q", tensors.offsets)).tobytes().hex()),
-            *("strings", Dict([part for pair in strings.items() for part in pair])),
+            *("strings", Dict.of(strings.items())),
         ]
     )
     content = dumps(record)

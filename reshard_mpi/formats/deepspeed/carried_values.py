@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.deepspeed.layout import FlatGroupLayout
-from reshard_mpi.formats.deepspeed.torch_forms import dictionary_of, is_engines, is_nest_tensor, loss_scaler
+from reshard_mpi.formats.deepspeed.torch_forms import is_engines, is_nest_tensor, loss_scaler
 from reshard_mpi.formats.deepspeed.training_tree import CLIENT_STATE, IS_PIPELINE, OF_ENGINE, PIPELINE
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest import flatten_tree
@@ -102,8 +102,8 @@ def _others(optimizer: Dict, known: Collection[str]) -> list[str]:
 def module_text(root: Dict) -> str:
     """Return the nest of everything besides tensors that the modules of a model save."""
     pairs = root.get("model").pairs()
-    besides = [part for key, value in pairs if type(value) is not NestTensor for part in (key, value)]
-    return _text(Dict(["module", Dict(besides)]))
+    besides = Dict.of((key, value) for key, value in pairs if type(value) is not NestTensor)
+    return _text(Dict(["module", besides]))
 
 
 def model_text(root: Dict, config: Dict, experts: Sequence[int]) -> str:
@@ -132,10 +132,10 @@ def optimizer_text(
     """
     state = root.get("optimizer").get("state")
     values = [[_common_values(group, state) for group in of_stage] for of_stage in flat]
-    rest = [part for key, value in root.pairs() if key in _OF_OPTIMIZER for part in (key, value)]
+    rest = Dict.of(pair for pair in root.pairs() if pair[0] in _OF_OPTIMIZER)
     scaler = loss_scaler(root.get("scaler"), root.get("ds_config"), dtype)
-    parts = {SETTINGS: [*settings], "values": values, "scaler": scaler, "rest": Dict(rest), "config": config}
-    return _text(dictionary_of({**parts, "ds_version": root.get("ds_version")}))
+    parts = {SETTINGS: [*settings], "values": values, "scaler": scaler, "rest": rest, "config": config}
+    return _text(Dict.of(parts.items()).with_value("ds_version", root.get("ds_version")))
 
 
 def _common_values(group: FlatGroupLayout, state: Value) -> Dict:
@@ -144,7 +144,7 @@ def _common_values(group: FlatGroupLayout, state: Value) -> Dict:
     for parameter in group.parameters:
         own = state.get(parameter.name) if type(state) is Dict else None
         pairs = own.pairs() if type(own) is Dict else ()
-        values = Dict([part for key, value in pairs if type(value) is not NestTensor for part in (key, value)])
+        values = Dict.of((key, value) for key, value in pairs if type(value) is not NestTensor)
         texts.setdefault(_text(Dict(["values", values])), values)
     if len(texts) > 1:
         first, other, *_ = texts
@@ -160,11 +160,11 @@ def config_for(config: Value, stage: int, ranks: int, dtype: str) -> Dict:
     zero = known.get("zero_optimization")
     of_zero = dict(zero.pairs()) if type(zero) is Dict else {}
     of_zero["stage"] = stage
-    known["zero_optimization"] = dictionary_of(of_zero)
+    known["zero_optimization"] = Dict.of(of_zero.items())
     size, steps = known.get("train_micro_batch_size_per_gpu"), known.get("gradient_accumulation_steps")
     if type(known.get("train_batch_size")) is int and type(size) is int and type(steps) is int:
         known["train_batch_size"] = size * steps * ranks
-    return dictionary_of(known)
+    return Dict.of(known.items())
 
 
 def _text(root: Dict) -> str:

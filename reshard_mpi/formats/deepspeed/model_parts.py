@@ -19,7 +19,6 @@ from typing import NamedTuple
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.deepspeed.layout import LaidParameter
 from reshard_mpi.formats.deepspeed.parameters import OF_EXPERT, TIED
-from reshard_mpi.formats.deepspeed.torch_forms import dictionary_of
 from reshard_mpi.formats.deepspeed.training_tree import IS_PIPELINE, LAYERS, PIPELINE, STAGES
 from reshard_mpi.formats.nest.nodes import Dict, NestTensor
 from reshard_mpi.formats.protocol import PackingOptions
@@ -226,7 +225,7 @@ def _of_experts(
     sizes = [_ep_size(own, of_group, counts, number) for number, (own, of_group) in enumerate(zip(groups, settings))]
     parts_of_groups = [size and (options.ep or math.gcd(size, options.dp)) for size in sizes]
     made = [
-        dictionary_of({**dict(of_group.pairs()), "name": f"ep_size_{parts}"}) if parts else of_group
+        of_group.with_value("name", f"ep_size_{parts}") if parts else of_group
         for of_group, parts in zip(settings, parts_of_groups)
     ]
     texts = Counter(map(text_of, made))

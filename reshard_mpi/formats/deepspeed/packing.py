@@ -160,9 +160,7 @@ def _training(nest: EngineNest) -> _NestedTraining:
     for own in names:
         if type(own) is not list or not all(type(name) is str for name in own):
             raise no_training("the names of parameters as params of each group", f"{own!r}"[:100])
-    settings = [
-        Dict([part for key, value in group.pairs() if key != "params" for part in (key, value)]) for group in groups
-    ]
+    settings = [Dict.of(pair for pair in group.pairs() if pair[0] != "params") for group in groups]
     if any(not own.flat for own in settings):
         raise no_training(
             "settings of each group of the optimizer, such as lr", "none, as elastic checkpoints of DeepSpeed have"

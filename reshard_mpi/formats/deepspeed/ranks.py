@@ -347,7 +347,7 @@ def _form(states: OptimizerStates) -> tuple[object, ...]:
 
 def _settings(states: OptimizerStates) -> str:
     """Return the settings of the optimizer's groups as text, with state that is no tensor."""
-    of_groups: list[Value] = [Dict([part for pair in group.values.items() for part in pair]) for group in states.groups]
+    of_groups: list[Value] = [Dict.of(group.values.items()) for group in states.groups]
     return text_of([*states.settings, *of_groups])
 
 

@@ -32,10 +32,6 @@ def is_nest_tensor(value: Value) -> bool:
     return type(value) is NestTensor
 
 
-def dictionary_of(pairs: dict[Value, Value]) -> Dict:
-    return Dict([part for pair in pairs.items() for part in pair])
-
-
 class _GroupedOptimizer(NamedTuple):
     """An optimizer by groups. equal, untrained: as `EngineNest` has them."""
 
@@ -97,13 +93,13 @@ def nest_of(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> En
     is_lifted = _lift(entries, _OPTIMIZER, _is_optimizer)
     optimizer = entries.get(_OPTIMIZER)
     if type(optimizer) is not Dict:
-        return EngineNest(dictionary_of(entries), tensors)
+        return EngineNest(Dict.of(entries.items()), tensors)
     grouped = _with_groups(optimizer)
     entries[_OPTIMIZER] = grouped.optimizer
     names = {*_parameters_of(grouped.optimizer)}
     is_lifted |= _lift(entries, _MODEL, lambda own: names <= {key for key, _ in own.pairs()})
     _lift_numbers(entries)
-    own = EngineNest(dictionary_of(entries), tensors, {}, grouped.equal, grouped.untrained)
+    own = EngineNest(Dict.of(entries.items()), tensors, {}, grouped.equal, grouped.untrained)
     if not is_lifted:
         return own
     flattened = flatten_tree.flatten(own.root, is_nest_tensor)
@@ -157,7 +153,7 @@ def _lift_numbers(entries: dict[Value, Value]) -> None:
         key: value for key, value in single.items() if not str(key).endswith("_extra_state") and key not in entries
     }
     if moved:
-        entries |= {_MODEL: dictionary_of({key: value for key, value in model.pairs() if key not in moved}), **moved}
+        entries |= {_MODEL: Dict.of({key: value for key, value in model.pairs() if key not in moved}.items()), **moved}
 
 
 def _parameters_of(optimizer: Dict) -> Iterator[Value]:
@@ -181,11 +177,10 @@ def _with_groups(optimizer: Dict) -> _GroupedOptimizer:
             continue
         untrained += (name for name in names if name not in trained)
         own = [name for name in names if name in trained]
-        alone.append(dictionary_of({**dict(group.pairs()), _PARAMETERS: own}))
+        alone.append(group.with_value(_PARAMETERS, own))
     if not untrained:
         return grouped
-    entries = {**dict(grouped.optimizer.pairs()), _GROUPS: alone}
-    return grouped._replace(optimizer=dictionary_of(entries), untrained=tuple(untrained))
+    return grouped._replace(optimizer=grouped.optimizer.with_value(_GROUPS, alone), untrained=tuple(untrained))
 
 
 def _nested(optimizer: Dict) -> _GroupedOptimizer:
@@ -204,16 +199,16 @@ def _nested(optimizer: Dict) -> _GroupedOptimizer:
         return _GroupedOptimizer(optimizer)
     members: dict[str, list[Value]] = {}
     for name, own in settings.items():
-        plain = Dict(["settings", dictionary_of({key: own[key] for key in own if not is_nest_tensor(own[key])})])
+        plain = Dict(["settings", Dict.of((key, value) for key, value in own.items() if not is_nest_tensor(value))])
         members.setdefault(str(flatten_tree.flatten(plain, is_nest_tensor).strings), []).append(name)
     groups: list[Value] = []
     equal: list[tuple[str, ...]] = []
     for names in members.values():
-        groups.append(dictionary_of({**settings[names[0]], _PARAMETERS: names}))
+        groups.append(Dict.of({**settings[names[0]], _PARAMETERS: names}.items()))
         equal += _of_one_group([settings[name] for name in names])
-    by_name = dictionary_of({name: dictionary_of(own) for name, own in state.items()})
+    by_name = Dict.of((name, Dict.of(own.items())) for name, own in state.items())
     entries = {**others, _STATE: by_name, _GROUPS: groups}
-    return _GroupedOptimizer(dictionary_of(entries), tuple(equal))
+    return _GroupedOptimizer(Dict.of(entries.items()), tuple(equal))
 
 
 def _of_one_group(settings: list[dict[Value, Value]]) -> Iterator[tuple[str, ...]]:
@@ -262,7 +257,7 @@ def loss_scaler(scaler: Value, config: Value, dtype: str) -> Value:
         "dynamic": True,
         "dtype": Global("torch", "float16"),
     }
-    return dictionary_of(attributes)
+    return Dict.of(attributes.items())
 
 
 def _number(value: Value, otherwise: float) -> float:

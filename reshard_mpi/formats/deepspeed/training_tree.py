@@ -66,7 +66,7 @@ def arranged(training: DeepSpeedTraining, folder: str, left_out: Sequence[str]) 
 
     Raises ShardError if weights are missing or contradict what the optimizer has.
     """
-    weights = Dict([part for pair in _weights(training, folder) for part in pair])
+    weights = Dict.of(_weights(training, folder))
     root = Dict(["model", weights])
     if training.trained:
         root.flat += ["optimizer", _optimizer(training, dict(weights.pairs()))]
@@ -201,7 +201,7 @@ def _rest(training: DeepSpeedTraining) -> Iterator[Value]:
         yield from ("scaler", scaler)
     if "ds_version" in values:  # the file has more than weights
         yield from ("buffer_names", [*training.model.buffers])
-        yield from ("shared_params", Dict([part for pair in training.model.shared.items() for part in pair]))
+        yield from ("shared_params", Dict.of(training.model.shared.items()))
     if training.model.module is None:
         yield from (IS_PIPELINE, True)
         if training.trained and training.stages:
@@ -214,4 +214,4 @@ def _rest(training: DeepSpeedTraining) -> Iterator[Value]:
         if key not in OF_ENGINE or key not in training.model.values:
             yield from (key, value)
     if values:
-        yield from (CLIENT_STATE, Dict([part for pair in values.items() for part in pair]))
+        yield from (CLIENT_STATE, Dict.of(values.items()))

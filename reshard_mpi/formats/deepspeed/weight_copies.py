@@ -13,7 +13,7 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.deepspeed.carried_values import KEPT
 from reshard_mpi.formats.deepspeed.layout import STATE, WEIGHTS, LaidParameter, ZeroLayout, vectors_of, whole_part
 from reshard_mpi.formats.deepspeed.model_parts import second_names
-from reshard_mpi.formats.deepspeed.torch_forms import dictionary_of, is_nest_tensor, nest_of
+from reshard_mpi.formats.deepspeed.torch_forms import is_nest_tensor, nest_of
 from reshard_mpi.formats.deepspeed.training_tree import CLIENT_STATE
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.nest import flatten_tree
@@ -147,7 +147,7 @@ def _optimizer(optimizer: Dict, root: Dict, tensors: Mapping[str, TensorType]) -
             if type(weight) is NestTensor:
                 is_full = tensors[weight.name].dtype.name == _FULL
                 by_name[name] = _state(by_name.get(name, Dict()), weight, is_full=is_full)
-    return dictionary_of({**dict(optimizer.pairs()), "state": dictionary_of(by_name)})
+    return optimizer.with_value("state", Dict.of(by_name.items()))
 
 
 def _state(own: Value, weight: NestTensor, *, is_full: bool) -> Value:
@@ -157,4 +157,4 @@ def _state(own: Value, weight: NestTensor, *, is_full: bool) -> Value:
     entries = {key: value for key, value in own.pairs() if not (is_full and key == WEIGHTS)}
     if not is_full:
         entries.setdefault(WEIGHTS, weight._replace(dtype=_FULL))
-    return dictionary_of(entries)
+    return Dict.of(entries.items())

@@ -297,7 +297,7 @@ def _scaler(value: Value) -> Call:
             remedy="leave the scaler out of the source, or choose --to torch",
         )
     scaler = Call(Global(_SCALER, str(name)), (), is_new=True)
-    scaler.state = Dict([part for pair in given.items() for part in pair])
+    scaler.state = Dict.of(given.items())
     return scaler
 
 
@@ -336,7 +336,7 @@ def _model_states(
         *("optimizer", None),
         *("param_shapes", [_shapes(group.of_part(0)) for group in layout.groups[model_rank]]),
         *("frozen_param_shapes", _shapes(layout.frozen) if has_fragments else None),
-        *("shared_params", Dict([part for pair in shared for part in pair] if rank == 0 else [])),
+        *("shared_params", Dict.of(shared if rank == 0 else ())),
         *("frozen_param_fragments", _ordered(fragments) if has_fragments else None),
         *("lr_scheduler", values.pop("scheduler", None)),
     ]
@@ -386,7 +386,7 @@ def _part_of_model(layout: ZeroLayout, number: int, storages: _StoragesInFile, p
     own |= _values_in_module(layout, begin, path)
     if layout.is_pipeline:
         return _ordered({name.removeprefix(begin): value for name, value in own.items()})
-    return Dict([part for pair in own.items() for part in pair])
+    return Dict.of(own.items())
 
 
 def _ordered(values: Mapping[str, Value]) -> Call:

@@ -101,13 +101,13 @@ def common_state(root: Dict, *, has_state: bool, has_shares: bool | None, releas
             "distrib_optim_sharding_type": _RESHARDABLE,
             "distrib_optim_fully_reshardable_mem_efficient": False,
         }
-    values["content_metadata"] = _dict(content)
+    values["content_metadata"] = Dict.of(content.items())
     kept = Converting(release)
-    kept.value(_dict(values), "")
+    kept.value(Dict.of(values.items()), "")
     if kept.left_out:
         listed = ", ".join(kept.left_out[:4]) + (f" and {len(kept.left_out) - 4} more" if kept.left_out[4:] else "")
         notes.append(f"left out, as objects of classes that Megatron-Core {release} does not load: {listed}")
-    return CommonState(_dict(values), iteration, tuple(notes))
+    return CommonState(Dict.of(values.items()), iteration, tuple(notes))
 
 
 def objects_of(values: Dict, release: str, step: float | None) -> Dict:
@@ -127,7 +127,7 @@ def objects_of(values: Dict, release: str, step: float | None) -> Dict:
         for own in _groups_in(pairs["optimizer"]):
             if "step" not in own.flat[::2]:
                 own.flat += ["step", step]
-    return _dict(pairs)
+    return Dict.of(pairs.items())
 
 
 class Converting:
@@ -145,7 +145,7 @@ class Converting:
             if member is not None:
                 return member
             kept = ((key, self._part(own, f"{where}.{key}" if where else str(key))) for key, own in value.pairs())
-            return Dict([part for key, parts in kept for own in parts for part in (key, own)])
+            return Dict.of((key, own) for key, parts in kept for own in parts)
         if kind is list or kind is tuple:
             return kind(self._all(value, where))
         if kind is Call:
@@ -210,11 +210,11 @@ def _regrouped(groups: Iterable[Dict], *, has_shares: bool) -> Iterator[Dict]:
     of_experts = [group for group in own if group.get(_OF_EXPERTS) is True]
     if has_shares:
         yield from own
-        yield from () if of_experts else (_with(group, _OF_EXPERTS, value=True) for group in own)
+        yield from () if of_experts else (group.with_value(_OF_EXPERTS, True) for group in own)
         return
     settings: dict[str, str] = {}
     for group in own:
-        made = _with(group, _OF_EXPERTS, value=False)
+        made = group.with_value(_OF_EXPERTS, False)
         text = text_of(without_members(made))
         first = settings.get(kind_of_group(made))
         if first is None:
@@ -229,15 +229,11 @@ def _regrouped(groups: Iterable[Dict], *, has_shares: bool) -> Iterator[Dict]:
             )
 
 
-def _with(group: Dict, key: str, *, value: Value) -> Dict:
-    return _dict({**dict(group.pairs()), key: value})
-
-
 def _optimizers(groups: Iterable[Dict], scaler: Value) -> Dict:
     """Return the optimizer of a run; the groups of experts are of one of their own, where there are others."""
     parts: dict[bool, list[Value]] = {}
     for group in groups:
-        settings = Dict([part for key, value in group.pairs() if key != "params" for part in (key, value)])
+        settings = Dict.of(pair for pair in group.pairs() if pair[0] != "params")
         parts.setdefault(group.get(_OF_EXPERTS) is True, []).append(settings)
     optimizers = []
     for _, own in sorted(parts.items()) or [(False, list[Value]())]:
@@ -246,7 +242,7 @@ def _optimizers(groups: Iterable[Dict], scaler: Value) -> Dict:
             optimizer.flat += ["grad_scaler", scaler]
         optimizer.flat += ["param_state_sharding_type", _RESHARDABLE]
         optimizers.append(optimizer)
-    return optimizers[0] if len(optimizers) == 1 else _dict(dict(enumerate(optimizers)))
+    return optimizers[0] if len(optimizers) == 1 else Dict.of(enumerate(optimizers))
 
 
 def _groups_in(optimizer: Dict) -> Iterator[Dict]:
@@ -254,7 +250,3 @@ def _groups_in(optimizer: Dict) -> Iterator[Dict]:
     own = optimizer.get("optimizer")
     for each in [own] if type(own) is Dict else [value.get("optimizer") for value in optimizer.flat[1::2]]:
         yield from each.get("param_groups")
-
-
-def _dict(values: Mapping[Value, Value]) -> Dict:
-    return Dict([part for pair in values.items() for part in pair])

@@ -106,7 +106,7 @@ def packed(
         Dict(
             [
                 *("release", release, "values", common.values),
-                *("extra", _dict(extra), "extra_tensors", _dict(extra_tensors)),
+                *("extra", Dict.of(extra.items()), "extra_tensors", Dict.of(extra_tensors.items())),
                 *("step", counters[0] if counters else None),
             ]
         )
@@ -158,7 +158,7 @@ def _root(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> Dict
         raise _not_held("nested dictionaries that hold the tensors by their names", error.problem) from None
     if type(root) is not Dict:
         return Dict()
-    return Dict([part for key, value in root.pairs() for part in (key, _plain(value))])
+    return Dict.of((key, _plain(value)) for key, value in root.pairs())
 
 
 def _plain(value: Value) -> Value:
@@ -285,7 +285,7 @@ def _without_tensors(value: Value) -> Value:
     kind = type(value)
     if kind is Dict:
         kept = ((key, own) for key, own in value.pairs() if type(own) is not NestTensor)
-        return Dict([part for key, own in kept for part in (key, _without_tensors(own))])
+        return Dict.of((key, _without_tensors(own)) for key, own in kept)
     if kind is list or kind is tuple:
         return kind(_without_tensors(own) for own in value if type(own) is not NestTensor)
     return value
@@ -303,10 +303,6 @@ def _filled(parts: Iterable[Part], tensors: Mapping[str, TensorType], most_bytes
         files[-1].append(part)
         size_bytes += own_bytes
     return files
-
-
-def _dict(values: Mapping[str, Value]) -> Dict:
-    return Dict([part for pair in values.items() for part in pair])
 
 
 def _text(root: Dict) -> str:

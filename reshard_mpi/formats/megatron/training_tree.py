@@ -99,9 +99,7 @@ def arranged(read: FolderTraining, folder: str) -> Manifest:
         steps = {name: group.get("step") for group, names in groups for name in names}
         state_tree = Dict()
         for key, kinds in training.state.items():
-            own = Dict(
-                [part for kind, tensor in kinds.items() if _is_kept(kind, key, training) for part in (kind, tensor)]
-            )
+            own = Dict.of((kind, tensor) for kind, tensor in kinds.items() if _is_kept(kind, key, training))
             if steps.get(key) is not None and "step" not in kinds:
                 own.flat += ["step", steps[key]]
             state_tree.flat += [key, own]
@@ -174,7 +172,7 @@ def with_members(group: Dict, names: Sequence[str]) -> Dict:
 
 def without_members(group: Dict) -> Dict:
     """Return a group without what tells its parameters."""
-    return Dict([part for key, value in group.pairs() if key != "params" for part in (key, value)])
+    return Dict.of(pair for pair in group.pairs() if pair[0] != "params")
 
 
 def is_of_group(group: Dict, key: str, dimensions: int) -> bool:
@@ -202,7 +200,7 @@ def plain(value: Value, depth: int = 0) -> Value:
     if kind is tuple:
         return tuple(plain(part, depth + 1) for part in value)
     if kind is Dict:
-        return Dict([part for key, own in value.pairs() for part in (key, plain(own, depth + 1))])
+        return Dict.of((key, plain(own, depth + 1)) for key, own in value.pairs())
     if kind is Call and value.function == _NAMESPACE and type(value.state) is Dict:
         return plain(value.state, depth + 1)
     if kind is Call and value.function.module.startswith("megatron.") and _is_member(value):

@@ -48,12 +48,21 @@ class Dict:
     def __init__(self, flat: list[Value] | None = None) -> None:
         self.flat: list[Value] = [] if flat is None else flat
 
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[Value, Value]]) -> Dict:
+        """Return the dictionary of these keys and values."""
+        return cls([part for pair in pairs for part in pair])
+
     def pairs(self) -> Iterator[tuple[Value, Value]]:
         return zip(self.flat[::2], self.flat[1::2])
 
     def get(self, key: str) -> Value:
         """Return the value of a key that is text; the last of several, None if there is none."""
         return next((value for own, value in zip(self.flat[-2::-2], self.flat[::-2]) if own == key), None)
+
+    def with_value(self, key: str, value: Value) -> Dict:
+        """Return the dictionary with another value of a key. All keys must be hashable."""
+        return Dict.of({**dict(self.pairs()), key: value}.items())
 
 
 class Call:

@@ -248,7 +248,7 @@ def _dictionary(pairs: list[tuple[str, Any]]) -> Dict:
     twice = len(pairs) - len(dict(pairs))
     if twice:
         raise ValueError("a name twice")
-    return Dict([part for pair in pairs for part in pair])
+    return Dict.of(pairs)
 
 
 def _finite(text: str) -> float:
