@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats.nest.nodes import Call, Dict, Value
+from reshard_mpi.formats.nest.nodes import Call, Dict, Value, text_pairs
 from reshard_mpi.formats.torch.file_content import FileContent
-from reshard_mpi.formats.torch.framework_files import FlatVector, HeldTensor, held, pairs_of, read_content
+from reshard_mpi.formats.torch.framework_files import FlatVector, HeldTensor, held, read_content
 from reshard_mpi.formats.torch.tensors import StoredTensor, numbers
 
 # What files say of their own layout. It is of these ranks, so nothing of it is carried over.
@@ -148,7 +148,7 @@ def read_model_states(path: str) -> ModelStates:
             buffers=[name for name in _list("buffer_names", root.get("buffer_names") or []) if type(name) is str],
             data_ranks=_count("dp_world_size", 1 if root.get("ds_version") is None else root.get("dp_world_size")),
             model_ranks=_count("mp_world_size", 1 if root.get("ds_version") is None else root.get("mp_world_size")),
-            values={key: value for key, value in pairs_of(root) if key not in known},
+            values={key: value for key, value in text_pairs(root) if key not in known},
             starts=content.starts,
             odd_keys=[*_odd_keys(root, ""), *_odd_keys(module, "module.")],
         )
@@ -166,7 +166,7 @@ def _odd_keys(value: Value, begin: str) -> Iterator[str]:
 def read_optimizer_states(path: str) -> OptimizerStates:
     """Read a file with one rank's share of the optimizer. Raises ShardError if it is none."""
     content = read_content(path, "DeepSpeed")
-    entries = dict(pairs_of(content.root))
+    entries = dict(text_pairs(content.root))
     states = optimizer_states_of(entries.get("optimizer_state_dict"), content, path)
     others = {key: value for key, value in entries.items() if key not in _OF_OPTIMIZER_FILES}
     return states._replace(values={**states.values, **others})
@@ -204,7 +204,7 @@ def optimizer_states_of(state: Value, content: FileContent, path: str) -> Optimi
             paddings=None if paddings is None else _numbers("group_paddings", paddings),
             gaps=[_numbers("param_alignment_paddings", group) for group in _list("param_alignment_paddings", gaps)],
             pieces=[_pieces(group) for group in _list("param_slice_mappings", state.get("param_slice_mappings") or [])],
-            values={name: plain(value) for name, value in pairs_of(state) if name not in known},
+            values={name: plain(value) for name, value in text_pairs(state) if name not in known},
             starts=content.starts,
         )
     except _Contradiction as error:
@@ -214,7 +214,7 @@ def optimizer_states_of(state: Value, content: FileContent, path: str) -> Optimi
 def plain(value: Value) -> Value:
     """Return a loss scaler as a dictionary of its class and attributes; anything else as it is."""
     if type(value) is Call and value.function.module == _SCALERS and type(value.state) is Dict:
-        return Dict(["class", value.function.name, *(part for pair in pairs_of(value.state) for part in pair)])
+        return Dict.of((("class", value.function.name), *text_pairs(value.state)))
     return value
 
 
@@ -233,14 +233,14 @@ def named_tensors(key: str, value: Value, content: FileContent, path: str) -> It
     """
     if type(value) is not Dict and type(value) is not Call:
         raise _unsound(path, _Contradiction(key, "a dictionary of tensors", type(value).__name__))
-    for name, entry in pairs_of(value):
+    for name, entry in text_pairs(value):
         yield name, held(entry, content.starts, path) if type(entry) is StoredTensor else entry
 
 
 def _shapes(key: str, value: Value) -> Iterator[tuple[str, tuple[int, ...]]]:
     if type(value) is not Dict and type(value) is not Call:
         raise _Contradiction(key, "a dictionary of shapes", type(value).__name__)
-    for name, shape in pairs_of(value):
+    for name, shape in text_pairs(value):
         try:
             yield name, numbers(shape)
         except ValueError as error:
@@ -248,7 +248,7 @@ def _shapes(key: str, value: Value) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _texts(key: str, value: Value) -> Iterator[tuple[str, str]]:
-    for name, other in pairs_of(value):
+    for name, other in text_pairs(value):
         if type(other) is not str:
             raise _Contradiction(f"{key}[{name!r}]", "the name of a parameter", type(other).__name__)
         yield name, other
@@ -286,7 +286,7 @@ def _group(key: str, state: Dict, weights: FlatVector, content: FileContent, pat
     """Return a group with its state, sorted into vectors, single numbers and others."""
     group = FlatGroup(weights, {}, {}, {}, {})
     flat, of_all, values, others = {}, {}, {}, {}
-    for name, value in pairs_of(state):
+    for name, value in text_pairs(state):
         if type(value) is not StoredTensor:
             values[name] = value
         elif not value.shape:
@@ -300,7 +300,7 @@ def _group(key: str, state: Dict, weights: FlatVector, content: FileContent, pat
 
 def _pieces(value: Value) -> dict[str, int]:
     """Return the parameters of a group that a rank has elements of, with the numbers of these elements."""
-    attributes = {name: place.state for name, place in pairs_of(value) if type(place) is Call}  # fragment_address
+    attributes = {name: place.state for name, place in text_pairs(value) if type(place) is Call}  # fragment_address
     counts = {name: own.get("numel") for name, own in attributes.items() if type(own) is Dict}
     return {name: count for name, count in counts.items() if type(count) is int}
 

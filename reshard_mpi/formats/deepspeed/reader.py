@@ -34,9 +34,9 @@ from reshard_mpi.formats.deepspeed.training_tree import DeepSpeedTraining, arran
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest import flatten_tree
-from reshard_mpi.formats.nest.nodes import Dict, NestError, Value
+from reshard_mpi.formats.nest.nodes import Dict, NestError, Value, text_pairs
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
-from reshard_mpi.formats.torch.framework_files import FlatVector, HeldTensor, TensorPieces, held, pairs_of, read_content
+from reshard_mpi.formats.torch.framework_files import FlatVector, HeldTensor, TensorPieces, held, read_content
 from reshard_mpi.formats.torch.tensors import StoredTensor, is_tensor
 from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import natural_key
@@ -336,7 +336,7 @@ def read_universal(folder: str, states: RankStates) -> UniversalStates:
     besides = {
         name: tensor.whole for name, own in by_name.items() if isinstance(tensor := own.get(_WEIGHTS), HeldTensor)
     }
-    values = {key: plain(value) for key, value in pairs_of(root) if key not in (*LAYOUT_KEYS, *_OF_VECTORS)}
+    values = {key: plain(value) for key, value in text_pairs(root) if key not in (*LAYOUT_KEYS, *_OF_VECTORS)}
     return UniversalStates(trained, besides, settings, values, content.starts, path)
 
 

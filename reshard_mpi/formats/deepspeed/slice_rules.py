@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import DisagreementError, ShardError, SourceError
 from reshard_mpi.formats.deepspeed.ranks import RankStates, TagFiles
-from reshard_mpi.formats.nest.nodes import Dict, Value
-from reshard_mpi.formats.torch.framework_files import pairs_of, text_of
+from reshard_mpi.formats.nest.nodes import Dict, Value, text_pairs
+from reshard_mpi.formats.torch.framework_files import text_of
 from reshard_mpi.sharding.strategy import Strategy
 
 INFO = "universal_checkpoint_info"
@@ -190,8 +190,8 @@ def _rules(info: Dict, ranks: int, path: str) -> SliceRules:
         ranks,
         patterns,
         [*_all_sub_parameters(info, ranks, path)],
-        [(_pattern(key, path), own) for key, own in pairs_of(entry_of(affine, "params"))],
-        [(_pattern(key, path), why) for key, why in pairs_of(info.get(UNSUPPORTED))],
+        [(_pattern(key, path), own) for key, own in text_pairs(entry_of(affine, "params"))],
+        [(_pattern(key, path), why) for key, why in text_pairs(info.get(UNSUPPORTED))],
         vocabulary,
     )
 
@@ -200,7 +200,7 @@ def _all_sub_parameters(info: Dict, ranks: int, path: str) -> Iterator[SubParame
     version = info.get("universal_checkpoint_version") or 0
     if type(version) not in (int, float):
         raise _unsound("a number as universal_checkpoint_version", repr(version), path)
-    by_pattern = dict(pairs_of(info.get("sub_param_shard_widths")))
+    by_pattern = dict(text_pairs(info.get("sub_param_shard_widths")))
     entries = info.get(SUB_PARAMETERS) or []
     if type(entries) is not list:
         raise _unsound(f"a list as {SUB_PARAMETERS}", type(entries).__name__, path)

@@ -34,8 +34,8 @@ from reshard_mpi.formats.megatron.training_tree import (
     with_members,
     without_members,
 )
-from reshard_mpi.formats.nest.nodes import Dict, Value
-from reshard_mpi.formats.torch.framework_files import HeldTensor, TensorPieces, held, pairs_of, text_of
+from reshard_mpi.formats.nest.nodes import Dict, Value, text_pairs
+from reshard_mpi.formats.torch.framework_files import HeldTensor, TensorPieces, held, text_of
 from reshard_mpi.formats.torch.tensors import StoredTensor
 from reshard_mpi.sharding.box import Box
 
@@ -168,7 +168,7 @@ def _optimizer(
             if has_numbers
             else own_groups
         )
-    others = {key for own in optimizers.values() for each in own for key, _ in pairs_of(each) if key not in _READ}
+    others = {key for own in optimizers.values() for each in own for key, _ in text_pairs(each) if key not in _READ}
     left_out = [
         *differing([*others], "of the optimizer, which is not read"),
         *[f"the optimizer's state: {VECTOR_FILE}, which has it, is in no folder"]

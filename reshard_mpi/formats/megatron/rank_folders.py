@@ -18,8 +18,8 @@ from typing import NamedTuple
 from reshard_mpi.errors import DisagreementError, ShardError
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.megatron.training_tree import not_of_one_save, plain
-from reshard_mpi.formats.nest.nodes import Dict, Value
-from reshard_mpi.formats.torch.framework_files import pairs_of, read_content, text_of
+from reshard_mpi.formats.nest.nodes import Dict, Value, text_pairs
+from reshard_mpi.formats.torch.framework_files import read_content, text_of
 from reshard_mpi.text import natural_key
 
 MODEL_FILE, VECTOR_FILE = "model_optim_rng.pt", "distrib_optim.pt"
@@ -130,7 +130,7 @@ def read_ranks(folder: str) -> LegacyRanks:
     if first is None:
         raise _lost(f"{MODEL_FILE} in every folder mp_rank_*", "none", folder)
     _require_version(first)
-    args = dict(pairs_of(plain(first.values.get("args"))))
+    args = dict(text_pairs(plain(first.values.get("args"))))
     parallelism = _parallelism(args, first.path)
     placed = [rank._replace(place=_place(name, parallelism, folder)) for name, rank in zip(names, files)]
     _require_all(placed, parallelism, folder)
@@ -155,13 +155,13 @@ def _read(folder: str) -> RankFiles:
             where=paths[0],
         )
     starts = {key: start for content in contents if content is not None for key, start in content.starts.items()}
-    return RankFiles(RankPlace(0, 0, 0), paths[0], dict(pairs_of(roots[0])), paths[1], roots[1], starts)
+    return RankFiles(RankPlace(0, 0, 0), paths[0], dict(text_pairs(roots[0])), paths[1], roots[1], starts)
 
 
 def _require_version(first: RankFiles) -> None:
     """Raise ShardError for a checkpoint of a release that is not read."""
     version = first.values.get("checkpoint_version")
-    names = [name for chunk in first.chunks for name, _ in pairs_of(chunk)]
+    names = [name for chunk in first.chunks for name, _ in text_pairs(chunk)]
     nested = [name for name in names if name in ("language_model", "word_embeddings_for_head")]
     is_new = (type(version) is int or type(version) is float) and version >= _NEWEST_VERSION
     if not is_new or nested:
@@ -263,7 +263,7 @@ def _require_one_save(ranks: Sequence[RankFiles], args: Mapping[str, Value], par
     first, *others = (rank for rank in ranks if rank.values)
     numbers: dict[RankPlace, int] = {}
     for rank in (first, *others):
-        own = dict(pairs_of(plain(rank.values.get("args"))))
+        own = dict(text_pairs(plain(rank.values.get("args"))))
         pairs = [(f"args.{key}", args.get(key), own.get(key)) for key in _OF_RUN]
         pairs += [(key, first.values.get(key), rank.values.get(key)) for key in _OF_SAVE]
         for key, expected, got in pairs:

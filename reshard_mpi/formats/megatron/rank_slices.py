@@ -17,8 +17,8 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, Location, StridedView
 from reshard_mpi.formats.megatron.parameter_order import ElementReader
 from reshard_mpi.formats.megatron.rank_folders import LegacyRanks, RankFiles
-from reshard_mpi.formats.nest.nodes import Value
-from reshard_mpi.formats.torch.framework_files import HeldTensor, held, pairs_of
+from reshard_mpi.formats.nest.nodes import Value, text_pairs
+from reshard_mpi.formats.torch.framework_files import HeldTensor, held
 from reshard_mpi.formats.torch.tensors import StoredTensor
 from reshard_mpi.sharding.box import Box
 
@@ -104,7 +104,7 @@ def rank_tensors(ranks: LegacyRanks, folder: str) -> list[RankModel]:
         tensors: dict[str, _Named] = {}
         others: dict[str, Value] = {}
         for chunk, values in enumerate(rank.chunks):
-            for name, value in pairs_of(values):
+            for name, value in text_pairs(values):
                 key = names.whole(rank, chunk, name)
                 if type(value) is StoredTensor and not key.endswith(EXTRA_STATE):
                     if key in tensors:
@@ -134,7 +134,7 @@ class _WholeNames:
         for rank in ranks.ranks:
             for chunk, values in enumerate(rank.chunks):
                 of_chunk = counts.setdefault((chunk, rank.place.stage), {})
-                for name in (*_modules(values), *(name for name, _ in pairs_of(values))):
+                for name in (*_modules(values), *(name for name, _ in text_pairs(values))):
                     if match := _LAYER.fullmatch(name):
                         of_chunk[match["before"]] = max(of_chunk.get(match["before"], 0), int(match["number"]) + 1)
                     if match := _EXPERT.fullmatch(name):
@@ -174,9 +174,9 @@ def _twice(key: str, name: str, other: str, path: str) -> ShardError:
 def _modules(chunk: Value) -> Iterator[str]:
     """Yield the names of all modules of a part of a model, with or without tensors."""
     state = getattr(chunk, "state", None)
-    for key, metadata in pairs_of(state):
+    for key, metadata in text_pairs(state):
         if key == "_metadata":
-            yield from (name for name, _ in pairs_of(metadata))
+            yield from (name for name, _ in text_pairs(metadata))
 
 
 class _Cuts:

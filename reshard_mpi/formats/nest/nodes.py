@@ -90,6 +90,12 @@ class Call:
         return zip(flat[::2], flat[1::2])
 
 
+def text_pairs(value: Value) -> Iterator[tuple[str, Value]]:
+    """Yield the entries of a dictionary, ordered or not, whose keys are texts; none of anything else."""
+    if type(value) is Dict or type(value) is Call:
+        yield from ((key, entry) for key, entry in value.pairs() if type(key) is str)
+
+
 def parts(value: Value) -> Iterable[Value]:
     """Return the direct parts of a value."""
     kind = type(value)

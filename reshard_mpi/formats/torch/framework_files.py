@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
@@ -11,7 +11,7 @@ from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, Converted, Location
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest import flatten_tree, nodes
-from reshard_mpi.formats.nest.nodes import Call, Dict, NestError, Value
+from reshard_mpi.formats.nest.nodes import NestError, Value
 from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS, ChunkedTensors, ListedChunk, TensorTable, TensorType
 from reshard_mpi.formats.torch.file_content import FileContent, content_of
 from reshard_mpi.formats.torch.tensors import StoredTensor, is_tensor, place_of
@@ -32,12 +32,6 @@ def read_content(path: str, framework: str) -> FileContent:
         problem = f"a file of a {framework} checkpoint has the byte order that this machine has not"
         raise ShardError(problem, where=path)
     return content
-
-
-def pairs_of(value: Value) -> Iterator[tuple[str, Value]]:
-    """Yield the entries of a dictionary, ordered or not, whose keys are texts; none of anything else."""
-    if type(value) is Dict or type(value) is Call:
-        yield from ((key, entry) for key, entry in value.pairs() if type(key) is str)
 
 
 def text_of(value: Value) -> str:

@@ -7,7 +7,7 @@ the run, which say over how many ranks a model was cut. Facts are of DeepSpeed 0
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
@@ -15,7 +15,7 @@ from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest import flatten_tree, nodes
-from reshard_mpi.formats.nest.nodes import Call, Dict, Value
+from reshard_mpi.formats.nest.nodes import Call, Dict, Value, text_pairs
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
 from reshard_mpi.formats.torch import archive
 from reshard_mpi.formats.torch.dtensors import WholeTensor, whole_tensors
@@ -63,10 +63,10 @@ def require_weights(root: Value, path: str) -> None:
 
 def _require_listed_weights(root: Dict, path: str) -> None:
     """Raise ShardError unless a file with DeepSpeed's model states holds all parameters that it lists."""
-    held = dict(_pairs(root.get("module")))
+    held = dict(text_pairs(root.get("module")))
     lacking, empty = [], []
     shapes = root.get("param_shapes")
-    for name, shape in (pair for group in (shapes if type(shapes) is list else [shapes]) for pair in _pairs(group)):
+    for name, shape in (pair for group in (shapes if type(shapes) is list else [shapes]) for pair in text_pairs(group)):
         tensor = held.get(name)
         if tensor is None:
             lacking.append(name)
@@ -108,12 +108,6 @@ def share_of(root: Value) -> RankShare:
             what = f"a Megatron checkpoint of {shown} ranks (tensor x pipeline x expert parallel)"
             return RankShare(what, "give the folder of all ranks, iter_... above the folders mp_rank_*")
     return RankShare()
-
-
-def _pairs(value: Value) -> Iterator[tuple[str, Value]]:
-    """Yield the entries of a dictionary, ordered or not, whose keys are texts; none of anything else."""
-    if type(value) is Dict or type(value) is Call:
-        yield from ((key, entry) for key, entry in value.pairs() if type(key) is str)
 
 
 def _is_size(value: Value, shape: tuple[int, ...]) -> bool:
