@@ -70,7 +70,7 @@ def distance_of(
     second: TensorPlan,
     limits: Limits,
     tolerance: Tolerance,
-    on_bytes: OnBytes = lambda _: None,
+    on_bytes: OnBytes,
 ) -> ValueDistance:
     """Return how far two tensors of the same box are apart. They are read once, block by block.
 

@@ -86,7 +86,7 @@ class Folder:
         """Make a new file, for reading and writing. Raises TargetError if anything of that name is there."""
         return create_file(name, folder=self._fd, called=self.path / name)
 
-    def open_file(self, name: str, flags: int, purpose: str, mode: int = 0o666) -> int:
+    def open_file(self, name: str, flags: int, purpose: str) -> int:
         """Open a regular file of this user without blocking, and return its descriptor.
 
         Args:
@@ -96,7 +96,7 @@ class Folder:
         """
         flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            fd = os.open(name, flags, mode, dir_fd=self._fd)
+            fd = os.open(name, flags, 0o666, dir_fd=self._fd)
         except OSError as error:
             raise self._refused(name, purpose, error) from error
         try:

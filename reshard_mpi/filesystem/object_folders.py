@@ -110,7 +110,7 @@ class ObjectFolder(Folder):
     def made_inner(self, name: str) -> Folder:
         return self.inner(name)
 
-    def open_file(self, name: str, flags: int, purpose: str, mode: int = 0o666) -> int:
+    def open_file(self, name: str, flags: int, purpose: str) -> int:
         """Raise FileNotFoundError: only locks are opened so, and a store has none."""
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path / name))
 

@@ -13,7 +13,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -294,7 +293,7 @@ def listing(place: ObjectPlace, prefix: str, *, by_folder: bool) -> Iterator[Lis
     if by_folder:
         arguments["Delimiter"] = "/"
     while True:
-        page = asked(place, partial(_list, arguments))
+        page = asked(place, lambda store: store.list_objects_v2(**arguments))
         yield ListedPage(
             {
                 found["Key"]: ObjectState.of(found["ETag"], found["Size"], found["LastModified"])
@@ -307,10 +306,6 @@ def listing(place: ObjectPlace, prefix: str, *, by_folder: bool) -> Iterator[Lis
         if not page.get("NextContinuationToken"):
             raise _unreachable(place, "a part of a listing without the mark of the next")
         arguments["ContinuationToken"] = page["NextContinuationToken"]
-
-
-def _list(arguments: dict[str, Any], store: Any) -> Any:
-    return store.list_objects_v2(**arguments)
 
 
 def read_range(place: ObjectPlace, state: ObjectState, offset: int, buffer: memoryview) -> None:

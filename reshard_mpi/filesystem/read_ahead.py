@@ -213,7 +213,7 @@ class _WaitingBlocks:
         """Add a range: to blocks that have parts of it, to one that ends shortly before, or else as new blocks."""
         own = self._by_path.setdefault(path, [])
         while offset < end:
-            number = bisect_right(own, offset, key=_begin_of)
+            number = bisect_right(own, offset, key=lambda block: block.begin)
             before = own[number - 1] if number else None
             stop = min(end, own[number].begin) if number < len(own) else end
             if before is not None and offset < before.end:
@@ -237,10 +237,6 @@ class _WaitingBlocks:
         self._by_path[block.path].remove(block)
         self.size_bytes -= block.end - block.begin
         return block
-
-
-def _begin_of(block: _WaitingBlock) -> int:
-    return block.begin
 
 
 def blocks_of(ranges: Iterable[tuple[str, int, int]]) -> Iterator[PlannedBlock]:

@@ -198,7 +198,7 @@ def _shared(names: Sequence[Sequence[str]], most: int) -> int:
     return next((place for place in range(most) if len({parts[place] for parts in names}) > 1), most)
 
 
-def label_within(texts: Sequence[str], area: Area, colour: str = INK, title: str = "") -> Iterator[TextLine]:
+def label_within(texts: Sequence[str], area: Area, colour: str, title: str) -> Iterator[TextLine]:
     """Yield the first of the texts that fits into a rectangle, in its middle; nothing if none does."""
     for size in _SIZES:
         for text in texts:

@@ -187,9 +187,7 @@ def end_job(environment: Mapping[str, str], code: int) -> None:
 
 
 @contextmanager
-def world(
-    environment: Mapping[str, str], *, explicit_share: bool, stopped: Callable[[int], None] = lambda _: None
-) -> Iterator[Comm]:
+def world(environment: Mapping[str, str], *, explicit_share: bool, stopped: Callable[[int], None]) -> Iterator[Comm]:
     """Yield MPI's world under a launcher, else a process alone. An unhandled error in the block aborts the whole job.
 
     Args:

@@ -219,14 +219,14 @@ class Governor:
                 raise no_place(self._place.folder, error) from None
 
 
-def open_governor(allowance: Allowance, environment: Mapping[str, str], root: Path = Path("/")) -> Governor:
-    """Return what admits processes of this host; no file is made before the first lease. root: where /proc is."""
+def open_governor(allowance: Allowance, environment: Mapping[str, str]) -> Governor:
+    """Return what admits processes of this host; no file is made before the first lease."""
     if allowance.unlimited and allowance.max_active is None:
         return Governor(LedgerFolder(Path(), ""), [])
     place = find_place(environment)
     if allowance.unlimited:
         return Governor(place, [_Uncounted(allowance.max_active)])
-    return Governor(place, find_scopes(environment, allowance.memory_bytes, allowance.max_active, root))
+    return Governor(place, find_scopes(environment, allowance.memory_bytes, allowance.max_active))
 
 
 class _Uncounted(NamedTuple):

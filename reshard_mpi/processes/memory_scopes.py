@@ -233,7 +233,7 @@ def find_scopes(
     return [*groups, *([job] if job is not None else []), host]
 
 
-def control_groups(root: Path = Path("/")) -> Iterator[ControlGroup]:
+def control_groups(root: Path) -> Iterator[ControlGroup]:
     """Yield the control groups with a memory limit that this process is in, from the innermost up."""
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()

@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import translate
 from functools import cached_property
+from operator import itemgetter
 from typing import Final
 
 from reshard_mpi.errors import LayoutError
@@ -288,10 +289,6 @@ def _literals(text: str) -> list[str]:
     return [*_ANY.split(text[:opening]), *(_ANY.split(after) if "[" not in after else [""])]
 
 
-def _number(entry: tuple[int, Pattern]) -> int:
-    return entry[0]
-
-
 class Patterns:
     """Patterns in order; the first that matches a name counts."""
 
@@ -318,7 +315,7 @@ class Patterns:
             if name.startswith(begin) and name.endswith(end)
             for entry in entries
         ]
-        for number, pattern in sorted(likely, key=_number):
+        for number, pattern in sorted(likely, key=itemgetter(0)):
             if plain_number is not None and number > plain_number:
                 break
             if pattern.matches(name):

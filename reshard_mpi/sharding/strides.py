@@ -118,7 +118,7 @@ class Strides(NamedTuple):
             yield Runs(source_offset, target_offset, length, repeats, step, target_step)
 
 
-def paired(region: Box, target_region: Box, order: tuple[int, ...] | None = None) -> Pairs:
+def paired(region: Box, target_region: Box, order: tuple[int, ...] | None) -> Pairs:
     """Return pairs of a dimension of `region` and the same one of `target_region`, for those longer than 1.
 
     Args:

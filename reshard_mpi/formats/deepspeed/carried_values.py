@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.deepspeed.layout import FlatGroupLayout
@@ -85,7 +85,8 @@ def _are_texts(values: Value) -> bool:
 
 
 def _notes(root: Dict, scaler: Value) -> Iterator[str]:
-    others = _others(root.get("optimizer"), ("state", "param_groups"))
+    entries, known = root.get("optimizer").pairs(), ("state", "param_groups")
+    others = [f"optimizer.{key}" for key, value in entries if key not in known and not is_nest_tensor(value)]
     if others:
         yield f"left out, since DeepSpeed's optimizer has no place for it: {shortened(others)}"
     own, is_dynamic = root.get("scaler"), root.get("dynamic_loss_scale")
@@ -93,10 +94,6 @@ def _notes(root: Dict, scaler: Value) -> Iterator[str]:
         yield "left out, since the model has another type than it was trained in: scaler"
     if is_dynamic is not None and is_dynamic is not (type(scaler) is Dict and scaler.get("dynamic") is True):
         yield "left out, since the loss scaler says it: dynamic_loss_scale"
-
-
-def _others(optimizer: Dict, known: Collection[str]) -> list[str]:
-    return [f"optimizer.{key}" for key, value in optimizer.pairs() if key not in known and not is_nest_tensor(value)]
 
 
 def module_text(root: Dict) -> str:

@@ -284,7 +284,6 @@ def _states(key: str, value: Value, groups: int) -> tuple[list[Dict], list[Dict]
 
 def _group(key: str, state: Dict, weights: FlatVector, content: FileContent, path: str) -> FlatGroup:
     """Return a group with its state, sorted into vectors, single numbers and others."""
-    group = FlatGroup(weights, {}, {}, {}, {})
     flat, of_all, values, others = {}, {}, {}, {}
     for name, value in text_pairs(state):
         if type(value) is not StoredTensor:
@@ -295,7 +294,7 @@ def _group(key: str, state: Dict, weights: FlatVector, content: FileContent, pat
             flat[name] = _flat(f"{key}.{name}", value, content, path)
         else:
             others[name] = value.shape
-    return group._replace(state=flat, of_all=of_all, values=values, others=others)
+    return FlatGroup(weights, flat, of_all, values, others)
 
 
 def _pieces(value: Value) -> dict[str, int]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.deepspeed.carried_values import KEPT
-from reshard_mpi.formats.deepspeed.layout import STATE, WEIGHTS, LaidParameter, ZeroLayout, vectors_of, whole_part
+from reshard_mpi.formats.deepspeed.layout import STATE, WEIGHTS, ZeroLayout, vectors_of, whole_part
 from reshard_mpi.formats.deepspeed.model_parts import second_names
 from reshard_mpi.formats.deepspeed.torch_forms import is_nest_tensor, nest_of
 from reshard_mpi.formats.deepspeed.training_tree import CLIENT_STATE
@@ -63,16 +63,12 @@ def compared_parts(
     return files
 
 
-def _has_copy(parameter: LaidParameter) -> bool:
-    return parameter.weights != MODEL + parameter.name
-
-
 def _of_copies(
     layout: ZeroLayout, file: int, tensors: Mapping[str, TensorType], own_types: Mapping[str, DType]
 ) -> Iterator[SameParts]:
     """Yield the parts of weights whose copies are in the vectors of a file, each with the copy rounded."""
     groups = layout.groups[file // layout.ranks]
-    name_of = {own.weights: own.name for group in groups for own in group.parameters if _has_copy(own)}
+    name_of = {own.weights: own.name for group in groups for own in group.parameters if own.weights != MODEL + own.name}
     for vectors in vectors_of(layout, file):
         for _, part in vectors.weights.parts:
             if part.source not in name_of:

@@ -63,7 +63,7 @@ class Walk:
         on_progress: called for every link.
     """
 
-    def __init__(self, path: str, top: Node, on_progress: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, path: str, top: Node, on_progress: Callable[[], None]) -> None:
         self._path = path
         self._top = top
         self._on_progress = on_progress

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
@@ -70,7 +71,7 @@ def vector_states(
         if state is None:  # the file of another rank has it
             continue
         for vectors in _vectors(state, model, rank.vector_path):
-            fitting = [key for key in sorted(unused, key=_chunk_of) if key[1:] == (bool(is_expert), vectors.dtype)]
+            fitting = [key for key in sorted(unused, key=itemgetter(0)) if key[1:] == (bool(is_expert), vectors.dtype)]
             for key in fitting:
                 placed = _VectorFilling(unused[key], vectors, reader, rank.vector_path).placed()
                 if placed is not None:
@@ -80,10 +81,6 @@ def vector_states(
                 raise _not_of_weights(vectors, rank.vector_path)
             for tensor, start in placed:
                 yield tensor, dict(_state(tensor, start, vectors))
-
-
-def _chunk_of(key: tuple[int, bool, DType]) -> int:
-    return key[0]
 
 
 def _state(tensor: RankTensor, start: int, vectors: _Vectors) -> Iterator[tuple[str, HeldTensor]]:

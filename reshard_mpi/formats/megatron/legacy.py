@@ -88,14 +88,10 @@ def _weights(models: Sequence[RankModel]) -> dict[str, TensorPieces]:
     tensors = [tensor for model in models for tensor in model.tensors]
     pieces: dict[str, list[tuple[Box, Location]]] = {}
     first: dict[str, RankTensor] = {}
-    for tensor in sorted(tensors, key=_chunk_of):  # stages are in order already
+    for tensor in sorted(tensors, key=lambda tensor: tensor.chunk):  # stages are in order already
         first.setdefault(tensor.key, tensor)
         pieces.setdefault(tensor.key, []).extend(tensor.slices)
     return {key: TensorPieces(own.held.dtype, own.shape, tuple(pieces[key])) for key, own in first.items()}
-
-
-def _chunk_of(tensor: RankTensor) -> int:
-    return tensor.chunk
 
 
 def _others(models: Sequence[RankModel]) -> tuple[dict[str, Value], list[str]]:

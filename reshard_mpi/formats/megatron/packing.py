@@ -79,7 +79,9 @@ def packed(
     model = root.get("model")
     kinds = {key: tensors[name] for key, name in found.weights.items()}
     places = stacked(kinds, _args(root))
-    chunks = [*_weights(found, places, tensors), *_state(found, places, tensors)]
+    weights = found.weights.items()
+    chunks = [part for key, name in weights for part in _chunks("", places[key], name, tensors[name].shape)]
+    chunks += _state(found, places, tensors)
     extra = _extra_values(model, ModulePlaces(places)) if type(model) is Dict else {}
     extra_tensors = dict(_extra_tensors(found, ModulePlaces(places), tensors))
     if not extra and not extra_tensors:
@@ -204,13 +206,6 @@ def _not_held(expected: str, got: str) -> TargetError:
         remedy="convert a checkpoint of Megatron, take another one through a map (--map), or leave the optimizer out"
         " (--exclude 'optimizer.*')",
     )
-
-
-def _weights(
-    found: _SortedTensors, places: Mapping[str, StackedPlace], tensors: Mapping[str, TensorType]
-) -> Iterator[Part]:
-    for key, name in found.weights.items():
-        yield from _chunks("", places[key], name, tensors[name].shape)
 
 
 def _state(
