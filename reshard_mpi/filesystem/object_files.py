@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.filesystem import object_listing
+from reshard_mpi.filesystem import object_folders
 from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, read_range
 from reshard_mpi.filesystem.source_files import FileVersion, SourceFile
 from reshard_mpi.text import KIB, MIB
@@ -298,10 +298,10 @@ def version_of_state(state: ObjectState) -> FileVersion:
 def open_object(path: str) -> ObjectFile:
     """Open the object at an address. Raises OSError if there is none, StoreError if it cannot be asked for."""
     place = ObjectPlace.of(path)
-    state = object_listing.state_of(place)
+    state = object_folders.state_of(place)
     if state is None:
         kind, number = (
-            (IsADirectoryError, errno.EISDIR) if object_listing.is_folder(place) else (FileNotFoundError, errno.ENOENT)
+            (IsADirectoryError, errno.EISDIR) if object_folders.is_folder(place) else (FileNotFoundError, errno.ENOENT)
         )
         raise kind(number, "no object is called so", str(place))
     return ObjectFile(path, place, state)

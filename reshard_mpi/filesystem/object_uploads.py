@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from reshard_mpi.errors import StoreError, StoreUnreachableError, TargetError
-from reshard_mpi.filesystem import object_listing
+from reshard_mpi.filesystem import object_folders
 from reshard_mpi.filesystem.object_folders import NOT_MET, metadata_of, remove
 from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, asked, changed, client, state_of, tag_in
 from reshard_mpi.filesystem.source_files import FileStream, SourceFile
@@ -271,7 +271,7 @@ class Upload:
         size_bytes = sum(part.length_bytes for part in parts)
         if state.size_bytes != size_bytes or not self._is_in_place():
             raise _taken(self.place, f"an object of {state.size_bytes} bytes, where {size_bytes} were sent")
-        object_listing.note(self.place, state)
+        object_folders.note(self.place, state)
         return state
 
     def abort(self) -> None:
@@ -379,7 +379,7 @@ def remove_trials(place: ObjectPlace, unfinished: Sequence[UnfinishedUpload]) ->
             abort(place._replace(key=upload.key), upload.upload_id)
     above, slash, _ = place.key.rpartition("/")
     with contextlib.suppress(FileNotFoundError):
-        for name in list(object_listing.children(place._replace(key=above))):
+        for name in list(object_folders.children(place._replace(key=above))):
             if is_trial(f"{above}{slash}{name}"):
                 remove(place._replace(key=f"{above}{slash}{name}"))
 

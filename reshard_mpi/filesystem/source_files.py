@@ -2,7 +2,7 @@
 
 Any store can answer this: the names in a folder with kind and size, whether something is there, bytes of a file. A link
 counts as the file or folder that it leads to. Addresses that begin with `s3://` lie in an object store
-(`object_listing`, `object_files`); modules that know it are loaded where one is named.
+(`object_folders`, `object_files`); modules that know it are loaded where one is named.
 """
 
 from __future__ import annotations
@@ -286,12 +286,12 @@ def is_taken(path: StrPath) -> bool:
 def _mode(path: StrPath, *, follow_link: bool = True) -> int:
     """Return the mode of what lies at `path`; 0 for nothing."""
     if is_object_path(path):
-        from reshard_mpi.filesystem import object_listing
+        from reshard_mpi.filesystem import object_folders
         from reshard_mpi.filesystem.object_store import ObjectPlace
 
         place = ObjectPlace.of(path)
         return (
-            stat.S_IFREG if object_listing.state_of(place) else stat.S_IFDIR if object_listing.is_folder(place) else 0
+            stat.S_IFREG if object_folders.state_of(place) else stat.S_IFDIR if object_folders.is_folder(place) else 0
         )
     try:
         return os.stat(path, follow_symlinks=follow_link).st_mode
@@ -305,10 +305,10 @@ def _mode(path: StrPath, *, follow_link: bool = True) -> int:
 
 def look_again() -> None:
     """Forget what has been listed of object stores: a new command is told what lies there by then, in which store."""
-    if "reshard_mpi.filesystem.object_listing" in sys.modules:
-        from reshard_mpi.filesystem import object_listing, object_store
+    if "reshard_mpi.filesystem.object_folders" in sys.modules:
+        from reshard_mpi.filesystem import object_folders, object_store
 
-        object_listing.forget()
+        object_folders.forget()
         object_store.look_again()
 
 
@@ -382,10 +382,10 @@ def entries(folder: StrPath) -> list[FolderEntry]:
 
 
 def _objects_in(folder: StrPath) -> dict[str, ObjectState | None]:
-    from reshard_mpi.filesystem import object_listing
+    from reshard_mpi.filesystem import object_folders
     from reshard_mpi.filesystem.object_store import ObjectPlace
 
-    return object_listing.children(ObjectPlace.of(folder))
+    return object_folders.children(ObjectPlace.of(folder))
 
 
 def names(folder: StrPath, otherwise: Sequence[str] | None = None) -> Sequence[str]:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from reshard_mpi.errors import TargetError
-from reshard_mpi.filesystem import object_folders, object_listing, object_uploads
+from reshard_mpi.filesystem import object_folders, object_uploads
 from reshard_mpi.filesystem.folders import Say
 from reshard_mpi.filesystem.object_folders import ObjectFolder
 from reshard_mpi.filesystem.object_parts import PlannedPart
@@ -84,8 +84,8 @@ class ObjectJournal(Journal):
 
     def check(self) -> None:
         """Raise TargetError if the prefix cannot be joined: something else lies there, or it is another run's."""
-        object_listing.forget_below(self._place)
-        if self._place.key and object_listing.state_of(self._place) is not None:
+        object_folders.forget_below(self._place)
+        if self._place.key and object_folders.state_of(self._place) is not None:
             raise TargetError(
                 "the target is not a folder",
                 expected="a prefix",
@@ -128,7 +128,7 @@ class ObjectJournal(Journal):
         folder = ObjectFolder.open(self.folder)
         state = folder.inner(STATE)
         place = ObjectPlace.of(run_path(self._state))
-        object_listing.forget_below(self._place)
+        object_folders.forget_below(self._place)
         earlier = self._recorded_state(place)
         if not self._is_begun() and (earlier is None or self._overwrite):
             content = self.identity.as_text().encode()
@@ -147,7 +147,7 @@ class ObjectJournal(Journal):
         """Raise TargetError if another run has begun since: the record is looked at anew, and read if it changed."""
         there = self._recorded_state(ObjectPlace.of(run_path(self._state)))
         if there is None or there != self._seen:
-            object_listing.forget_below(self._place)
+            object_folders.forget_below(self._place)
             super()._require_begun()
             self._seen = there
 
@@ -205,7 +205,7 @@ class ObjectJournal(Journal):
 
         Raises TargetError if another run has begun since.
         """
-        object_listing.forget_below(self._place)
+        object_folders.forget_below(self._place)
         place, state = ObjectPlace.of(path), ObjectFolder(self._state)
         self._require_begun()
         if not self._overwrite:
@@ -272,7 +272,7 @@ class ObjectJournal(Journal):
         A commit that was begun before it was replaced may have come since, and have found all as it was.
         """
         if self._recorded_state(ObjectPlace.of(self.folder / COMMIT_RECORD)) is not None:
-            object_listing.forget_below(self._place)
+            object_folders.forget_below(self._place)
             uncommit(ObjectFolder.open(self.folder), self._index_files)
         file = path.relative_to(self.folder).as_posix()
         head = self.identity.digest, target_rank, file, state.size_bytes

@@ -22,7 +22,7 @@ from typing import Any
 from reshard_mpi.engine.checksums import Span, crc_of_pieces
 from reshard_mpi.engine.open_files import sync_and_drop_cache
 from reshard_mpi.errors import StoreError, StoreUnreachableError, TransformError
-from reshard_mpi.filesystem import object_listing
+from reshard_mpi.filesystem import object_folders
 from reshard_mpi.filesystem.object_parts import MOST_PARTS, SENT_BYTES, CopiedRun, PlannedPart, plan_parts
 from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, read_range
 from reshard_mpi.filesystem.object_uploads import FilePart, SentPart, Upload, wants_uniform_parts
@@ -348,7 +348,7 @@ class StagedParts:
 
 def _state_of(source: ObjectPlace) -> ObjectState:
     """Return a source object as it was listed, when the run began. Raises FileNotFoundError if it was not."""
-    state = object_listing.state_of(source)
+    state = object_folders.state_of(source)
     if state is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(source))
     return state

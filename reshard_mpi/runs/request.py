@@ -238,14 +238,14 @@ def look_around(request: Request, comm: Comm | None = None, *, is_target_read: b
     paths = [path for path in named if path and is_object_path(path)]
     if not paths:
         return
-    from reshard_mpi.filesystem import object_listing
+    from reshard_mpi.filesystem import object_folders
 
-    listed: object_listing.ListedFolders | ReshardError | None = None
+    listed: object_folders.ListedFolders | ReshardError | None = None
     if comm is None or comm.rank == 0:
         try:
             for path in paths:
-                object_listing.look(path)
-            listed = object_listing.known()
+                object_folders.look(path)
+            listed = object_folders.known()
         except OSError as error:
             listed = as_reshard_error(error)
         except ReshardError as error:
@@ -253,5 +253,5 @@ def look_around(request: Request, comm: Comm | None = None, *, is_target_read: b
     told = listed if comm is None or comm.size == 1 else comm.allgather(listed)[0]
     if isinstance(told, ReshardError):
         raise told
-    if comm is not None and comm.rank and isinstance(told, object_listing.ListedFolders):
-        object_listing.learn(told)
+    if comm is not None and comm.rank and isinstance(told, object_folders.ListedFolders):
+        object_folders.learn(told)

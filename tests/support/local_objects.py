@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from reshard_mpi.filesystem import object_files, object_listing, object_store
+from reshard_mpi.filesystem import object_files, object_folders, object_store
 from reshard_mpi.filesystem.object_store import ListedPage, ObjectPlace, ObjectState
 
 
@@ -45,7 +45,7 @@ class LocalObjects:
         self.reads.clear()
         self.trips = self.lists = 0
         object_files._KEPT.__init__()  # type: ignore[misc]
-        object_listing.forget()
+        object_folders.forget()
 
     def state(self, path: Path) -> ObjectState:
         status = path.stat()
@@ -91,7 +91,7 @@ def served(folder: Path) -> Iterator[LocalObjects]:
         fill(self, offset, buffer)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(object_listing, "listing", local.listing)
+        patch.setattr(object_folders, "listing", local.listing)
         patch.setattr(object_files, "read_range", local.read_range)
         patch.setattr(object_files.ObjectFile, "_fetch_ranges", counted_ranges)
         patch.setattr(object_files.ObjectFile, "_fill", counted)

@@ -31,7 +31,7 @@ from typing import Any
 
 import pytest
 
-from reshard_mpi.filesystem import object_files, object_listing, object_store
+from reshard_mpi.filesystem import object_files, object_folders, object_store
 from support.processes import clean_environment
 
 _REGION = "us-east-1"
@@ -149,7 +149,7 @@ def forget() -> None:
     """Have the package, in this process, make a new connection, and look at all objects again."""
     object_store._CONNECTION.__init__()  # type: ignore[misc]
     object_files._KEPT.__init__()  # type: ignore[misc]
-    object_listing.forget()
+    object_folders.forget()
 
 
 @contextlib.contextmanager
