@@ -19,6 +19,7 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.dcp.bulk_metadata import MAX_NUMBER
+from reshard_mpi.formats.manifest import ShardSpec
 from reshard_mpi.formats.nest.nodes import ORDERED_DICT, Call, Dict, Global, Value, parts
 from reshard_mpi.formats.tensor_table import TensorTable, TensorType
 from reshard_mpi.formats.torch.archive import (
@@ -266,6 +267,8 @@ _MARK = b"rmpidcp1"
 # The mark, how long the record before it is, and its CRC-32.
 _END = struct.Struct("<8sQI")
 _MAX_BYTES = 48 * MIB
+# What an item takes besides its payload: the gap before it and its own structure, measured for 32 dimensions.
+_ITEM_BYTES = 4 * KIB + 3 * KIB
 # Of a tensor: its number of a kind and its place, the opcodes of its name. Of a kind: its type and numbers.
 _TENSOR_BYTES, _KIND_BYTES, _NUMBER_BYTES = 12 + 8, 64, 12
 # No character of a string takes more.
@@ -299,12 +302,13 @@ def footer_of(tensors: TensorTable, strings: dict[str, str]) -> bytes:
     return content + _END.pack(_MARK, len(content), crc32(content))
 
 
-def footer_at_most_bytes(names: list[str], dimensions: list[int], strings: dict[str, str]) -> int:
-    """Return the largest size of the footer. dimensions: number of dimensions of each kind of tensor."""
-    of_names = sum(_CHARACTER_BYTES * len(name) + 2 * _TENSOR_BYTES for name in names)
-    of_kinds = sum(_KIND_BYTES + 3 * _NUMBER_BYTES * count for count in dimensions)
-    of_strings = sum(_CHARACTER_BYTES * (len(name) + len(text)) + 32 for name, text in strings.items())
-    return of_names + of_kinds + of_strings + 512 + _END.size
+def size_at_most_bytes(spec: ShardSpec) -> int:
+    """Return the largest size of a file with an item for each tensor of `spec`, and the footer."""
+    of_items = spec.specs.size_bytes + _ITEM_BYTES * len(spec.specs)
+    of_names = sum(_CHARACTER_BYTES * len(name) + 2 * _TENSOR_BYTES for name in spec.specs.names)
+    of_kinds = sum(_KIND_BYTES + 3 * _NUMBER_BYTES * len(kind.shape) for kind in spec.specs.kinds)
+    of_strings = sum(_CHARACTER_BYTES * (len(name) + len(text)) + 32 for name, text in spec.strings.items())
+    return of_items + of_names + of_kinds + of_strings + 512 + _END.size
 
 
 def has_footer(file: SourceFile) -> bool:

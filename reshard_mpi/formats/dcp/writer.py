@@ -22,8 +22,6 @@ from reshard_mpi.formats.torch.writer import check_members
 from reshard_mpi.text import KIB
 
 _HOLDER = "a torch distributed checkpoint"
-# What an item takes besides its payload: the gap before it and its own structure, measured for 32 dimensions.
-_ITEM_BYTES = 4 * KIB + 3 * KIB
 # Tensors in objects, such as betas, lie in the metadata as well.
 _MOST_IN_OBJECT_BYTES = 64 * KIB
 
@@ -38,9 +36,7 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
     require_types(spec.specs, _HOLDER, "")
     specs = spec.specs
     _require_small(entries_of([*specs.names, *spec.written_by_others], spec.strings, ""), specs, "")
-    dimensions = [len(kind.shape) for kind in specs.kinds]
-    record_bytes = file_layout.footer_at_most_bytes(list(specs.names), dimensions, dict(spec.strings))
-    return specs.size_bytes + _ITEM_BYTES * len(specs) + record_bytes
+    return file_layout.size_at_most_bytes(spec)
 
 
 def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:

@@ -25,12 +25,14 @@ from reshard_mpi.formats.megatron.training_tree import (
     FP32,
     FolderTraining,
     SavedTraining,
+    chained,
     differing,
     is_of_group,
     kind_of_group,
     merged,
     not_of_one_save,
     require_agreement,
+    scaler_of,
     with_members,
     without_members,
 )
@@ -170,7 +172,8 @@ def _optimizer(
         *[f"the optimizer's state: {VECTOR_FILE}, which has it, is in no folder"]
         * (not has_vectors and not has_numbers),
     ]
-    scaler = _scaler([own for of_rank in optimizers.values() for own in of_rank], folder)
+    scalers = [own.get("grad_scaler") for of_rank in optimizers.values() for own in of_rank]
+    scaler = scaler_of([scaler for scaler in scalers if scaler is not None], folder)
     return _JoinedState(state.joined(weights, folder), groups, scaler, tuple(left_out if first else ()))
 
 
@@ -180,23 +183,11 @@ def _without_members(optimizer: Dict) -> Dict:
     return Dict(["param_groups", own])
 
 
-def _scaler(optimizers: Sequence[Dict], folder: str) -> Value:
-    """Return the state of the scaler of gradients. Raises DisagreementError if ranks have several."""
-    scalers = [scaler for own in optimizers if (scaler := own.get("grad_scaler")) is not None]
-    texts = {text_of(scaler) for scaler in scalers}
-    if len(texts) > 1:
-        raise not_of_one_save("one state of the scaler of gradients", f"{len(texts)}", folder)
-    return scalers[0] if scalers else None
-
-
 def _chained(optimizer: Value) -> list[Dict]:
     """Return the optimizers of a rank: several are in a list, or have numbers for keys."""
     if type(optimizer) is list:
         return [own for own in optimizer if type(own) is Dict]
-    if type(optimizer) is not Dict:
-        return []
-    numbered = [own for key, own in optimizer.pairs() if type(key) is int and type(own) is Dict]
-    return numbered or [optimizer]
+    return chained(optimizer)
 
 
 def _inner(optimizer: Dict) -> Dict:

@@ -33,14 +33,15 @@ from reshard_mpi.formats.megatron.training_tree import (
     MAIN_NAMES,
     FolderTraining,
     SavedTraining,
+    chained,
     differing,
     merged,
-    not_of_one_save,
     require_agreement,
+    scaler_of,
 )
 from reshard_mpi.formats.nest.nodes import Dict, Value
 from reshard_mpi.formats.torch.file_content import content_of
-from reshard_mpi.formats.torch.framework_files import TensorPieces, held, text_of
+from reshard_mpi.formats.torch.framework_files import TensorPieces, held
 from reshard_mpi.formats.torch.tensors import StoredTensor
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import natural_key
@@ -286,23 +287,13 @@ def _groups_of(objects: _Objects, folder: str) -> tuple[list[Dict], Value]:
     """
     groups: list[Dict] = []
     scaler: Value = None
-    for number, own in enumerate(_chained(objects.common.get("optimizer"))):
+    for number, own in enumerate(chained(objects.common.get("optimizer"))):
         of_ranks = objects.of_groups.get((number, "optimizer"), {0: own.get("optimizer")})
         groups += merged([value for _, value in sorted(of_ranks.items())], folder)
         scalers = objects.of_groups.get((number, "grad_scaler"), {0: own.get("grad_scaler")})
-        texts = {text_of(value) for value in scalers.values()}
-        if len(texts) > 1:
-            raise not_of_one_save("one state of the scaler of gradients", f"{len(texts)}", folder)
-        scaler = scaler or next(iter(scalers.values()))
+        of_optimizer = scaler_of([*scalers.values()], folder)
+        scaler = scaler or of_optimizer
     return groups, scaler
-
-
-def _chained(optimizer: Value) -> list[Dict]:
-    """Return the optimizers of a run: several have numbers for keys."""
-    if type(optimizer) is not Dict:
-        return []
-    numbered = [own for key, own in optimizer.pairs() if type(key) is int and type(own) is Dict]
-    return numbered or [optimizer]
 
 
 def files_of_torch_dist(folder: str) -> tuple[str, ...]:

@@ -238,6 +238,22 @@ def merged(optimizers: Sequence[Value], folder: str) -> list[Dict]:
     return [*groups_by_kind.values()]
 
 
+def chained(optimizer: Value) -> list[Dict]:
+    """Return the optimizers that are chained in one: several have numbers for keys."""
+    if type(optimizer) is not Dict:
+        return []
+    numbered = [own for key, own in optimizer.pairs() if type(key) is int and type(own) is Dict]
+    return numbered or [optimizer]
+
+
+def scaler_of(scalers: Sequence[Value], folder: str) -> Value:
+    """Return the state of the scaler of gradients; None if there is none. Raises DisagreementError if ranks differ."""
+    texts = {text_of(scaler) for scaler in scalers}
+    if len(texts) > 1:
+        raise not_of_one_save("one state of the scaler of gradients", f"{len(texts)}", folder)
+    return scalers[0] if scalers else None
+
+
 def not_of_one_save(expected: str, got: str, folder: str) -> DisagreementError:
     return DisagreementError(
         "the ranks of a Megatron checkpoint are not of one save",

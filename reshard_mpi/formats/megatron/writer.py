@@ -27,13 +27,10 @@ from reshard_mpi.formats.nest import rebuild_tree
 from reshard_mpi.formats.nest.nodes import Dict, NestError, Value
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.formats.torch.pickler import require_types
-from reshard_mpi.text import KIB
 
 _HOLDER = "a Megatron checkpoint"
 # The prefix of a run whose files have got no names yet.
 _FOLDER = re.compile(r"iter_\d{7,}")
-# What an item takes besides its payload: the gap before it and its own structure.
-_ITEM_BYTES = 7 * KIB
 _COMMON_STATE = "common_state/shard_0_1"
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 # What `metadata.json` says besides up to this release, which has a file `common.pt`.
@@ -55,10 +52,7 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
     """Return the largest size of the file of `spec`. Raises TargetError for what cannot be stored."""
     require_types(spec.specs, _HOLDER, "")
     _require_common(spec, "")
-    specs = spec.specs
-    dimensions = [len(kind.shape) for kind in specs.kinds]
-    record_bytes = file_layout.footer_at_most_bytes(list(specs.names), dimensions, dict(spec.strings))
-    return specs.size_bytes + _ITEM_BYTES * len(specs) + record_bytes
+    return file_layout.size_at_most_bytes(spec)
 
 
 def _require_common(spec: ShardSpec, path: str) -> None:
