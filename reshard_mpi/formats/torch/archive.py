@@ -27,18 +27,18 @@ from reshard_mpi.formats.manifest import HeaderDigest
 from reshard_mpi.formats.tensor_table import TensorTable
 from reshard_mpi.text import MIB
 
-END = Struct("<4s4H2IH")
-END64 = Struct("<4sQ2H2I4Q")
-LOCATOR = Struct("<4sIQI")
-ENTRY = Struct("<4s6H3I5H2I")
-LOCAL = Struct("<4s5H3I2H")
-END_MARK, END64_MARK, LOCATOR_MARK = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
-ENTRY_MARK, LOCAL_MARK = b"PK\x01\x02", b"PK\x03\x04"
+_END = Struct("<4s4H2IH")
+_END64 = Struct("<4sQ2H2I4Q")
+_LOCATOR = Struct("<4sIQI")
+_ENTRY = Struct("<4s6H3I5H2I")
+_LOCAL = Struct("<4s5H3I2H")
+_END_MARK, _END64_MARK, _LOCATOR_MARK = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
+_ENTRY_MARK, _LOCAL_MARK = b"PK\x01\x02", b"PK\x03\x04"
 # Where a number of 2 or 4 bytes is too small, this stands in its place.
-FULL_2, FULL_4 = 0xFFFF, 0xFFFFFFFF
-ZIP64_EXTRA = 1
-ENCRYPTED, HAS_DESCRIPTOR, MASKED = 0x41, 0x08, 0x2000
-STORED = 0
+_FULL_2, _FULL_4 = 0xFFFF, 0xFFFFFFFF
+_ZIP64_EXTRA = 1
+_ENCRYPTED, _HAS_DESCRIPTOR, _MASKED = 0x41, 0x08, 0x2000
+_STORED = 0
 # Where the checksum stands in an entry, and in what follows a payload.
 ENTRY_CRC_AT, DESCRIPTOR_CRC_AT = 16, 4
 # Of an entry: its flags, and the lengths of name, extra field and comment.
@@ -66,7 +66,7 @@ class Member(NamedTuple):
 
 def is_archive(start: bytes) -> bool:
     """Tell whether a file that begins so is a zip archive."""
-    return start.startswith((LOCAL_MARK, END_MARK))
+    return start.startswith((_LOCAL_MARK, _END_MARK))
 
 
 def entries(directory: bytes | bytearray) -> Iterator[int]:
@@ -74,21 +74,21 @@ def entries(directory: bytes | bytearray) -> Iterator[int]:
     return (offset for offset, _, _ in _outlines(directory))
 
 
-def storage_entries(directory: bytes | bytearray) -> Iterator[int]:
+def _storage_entries(directory: bytes | bytearray) -> Iterator[int]:
     """Yield where the entries of storages begin whose checksums stand in no local header."""
     for offset, flags, name_bytes in _outlines(directory):
-        name_at = offset + ENTRY.size
-        if flags & HAS_DESCRIPTOR and directory.find(b"/data/", name_at, name_at + name_bytes) >= 0:
+        name_at = offset + _ENTRY.size
+        if flags & _HAS_DESCRIPTOR and directory.find(b"/data/", name_at, name_at + name_bytes) >= 0:
             yield offset
 
 
 def _outlines(directory: bytes | bytearray, offset: int = 0) -> Iterator[tuple[int, int, int]]:
     """Yield of each entry from byte `offset` on where it begins, its flags, and how long its name is."""
-    last = len(directory) - ENTRY.size
+    last = len(directory) - _ENTRY.size
     while offset <= last:
         flags, name_bytes, extra_bytes, comment_bytes = _OF_ENTRY.unpack_from(directory, offset)
         yield offset, flags, name_bytes
-        offset += ENTRY.size + name_bytes + extra_bytes + comment_bytes
+        offset += _ENTRY.size + name_bytes + extra_bytes + comment_bytes
 
 
 def program(path: str) -> ShardError:
@@ -141,40 +141,40 @@ class Archive:
     def _header_spans(self, directory: bytes, first: int) -> Iterator[tuple[int, int]]:
         """Yield where the local headers of the next entries lie in the file; only as far as entries are sound."""
         for offset, _, name_bytes in islice(_outlines(directory, first), _FORESEEN_ENTRIES):
-            *_, extra_bytes, _, _, _, _, start = ENTRY.unpack_from(directory, offset)
-            extra_at = offset + ENTRY.size + name_bytes
-            if start == FULL_4:  # behind the sizes, where these are too large as well
+            *_, extra_bytes, _, _, _, _, start = _ENTRY.unpack_from(directory, offset)
+            extra_at = offset + _ENTRY.size + name_bytes
+            if start == _FULL_4:  # behind the sizes, where these are too large as well
                 start = int.from_bytes(directory[extra_at : extra_at + extra_bytes][-8:], "little")
             start += self._first_byte
             # What follows the payload before it is part of the structure, too.
-            yield max(start - _BEFORE_HEADER_BYTES, 0), start + LOCAL.size + name_bytes
+            yield max(start - _BEFORE_HEADER_BYTES, 0), start + _LOCAL.size + name_bytes
 
     def directory(self) -> tuple[int, bytes, int]:
         """Return where the central directory begins, its bytes, and how many members it lists.
 
         Raises ShardError if the archive is cut short or damaged.
         """
-        end_start = self._size_bytes - END.size
-        end = self._read(end_start, END.size) if end_start >= 0 else b""
-        if not end.startswith(END_MARK):
+        end_start = self._size_bytes - _END.size
+        end = self._read(end_start, _END.size) if end_start >= 0 else b""
+        if not end.startswith(_END_MARK):
             raise self._damage(
                 "a shard does not end as an archive does: it is truncated, or something follows it",
                 max(end_start, 0),
             )
-        _, disk, directory_disk, here, count, length_bytes, start, comment_bytes = END.unpack(end)
+        _, disk, directory_disk, here, count, length_bytes, start, comment_bytes = _END.unpack(end)
         directory_end = end_start
-        locator_start = end_start - LOCATOR.size
-        locator = self._read(locator_start, LOCATOR.size) if locator_start >= 0 else b""
-        if locator.startswith(LOCATOR_MARK):
-            _, _, end64_start, _ = LOCATOR.unpack(locator)
-            if end64_start + END64.size != locator_start:
+        locator_start = end_start - _LOCATOR.size
+        locator = self._read(locator_start, _LOCATOR.size) if locator_start >= 0 else b""
+        if locator.startswith(_LOCATOR_MARK):
+            _, _, end64_start, _ = _LOCATOR.unpack(locator)
+            if end64_start + _END64.size != locator_start:
                 raise self._damage("a shard's archive has its parts at other places than it says", locator_start)
-            values = END64.unpack(self._read(end64_start, END64.size))
+            values = _END64.unpack(self._read(end64_start, _END64.size))
             mark, _, _, _, disk64, directory_disk64, here64, count64, length64, start64 = values
             short = (disk, directory_disk, here, count, length_bytes, start)
             wide = (disk64, directory_disk64, here64, count64, length64, start64)
-            if mark != END64_MARK or any(
-                value not in (true, full) for value, true, full in zip(short, wide, (*[FULL_2] * 4, *[FULL_4] * 2))
+            if mark != _END64_MARK or any(
+                value not in (true, full) for value, true, full in zip(short, wide, (*[_FULL_2] * 4, *[_FULL_4] * 2))
             ):
                 raise self._damage("the ends of a shard's archive contradict each other", end64_start)
             disk, directory_disk, here, count, length_bytes, start = wide
@@ -197,20 +197,20 @@ class Archive:
 
         Returns where it ends, the member's name, where its local header begins, and the member.
         """
-        if offset + ENTRY.size > len(directory):
+        if offset + _ENTRY.size > len(directory):
             raise self._damage("the directory of a shard ends in the middle of an entry", start + offset)
-        fields = ENTRY.unpack_from(directory, offset)
+        fields = _ENTRY.unpack_from(directory, offset)
         mark, _, _, flags, method, _, _, crc, stored_bytes, size_bytes, *lengths, disk, _, attributes, local_start = (
             fields
         )
         name_bytes, extra_bytes, comment_bytes = lengths
-        name_at = offset + ENTRY.size
+        name_at = offset + _ENTRY.size
         extra_at = name_at + name_bytes
         end = extra_at + extra_bytes + comment_bytes
-        if mark != ENTRY_MARK or end > len(directory) or disk:
+        if mark != _ENTRY_MARK or end > len(directory) or disk:
             raise self._damage("an entry in the directory of a shard is damaged", start + offset)
         raw_name = directory[name_at:extra_at]
-        if size_bytes == FULL_4 or stored_bytes == FULL_4 or local_start == FULL_4:
+        if size_bytes == _FULL_4 or stored_bytes == _FULL_4 or local_start == _FULL_4:
             extra = directory[extra_at : extra_at + extra_bytes]
             size_bytes, stored_bytes, local_start = self._wide(
                 extra, (size_bytes, stored_bytes, local_start), start + offset
@@ -221,9 +221,9 @@ class Archive:
             raise self._damage("a member of a shard has a name that is no UTF-8", start + offset) from None
         if attributes & _FOLDER and not name.endswith("/"):
             raise self._damage("a member of a shard is marked as a folder, which torch would not read", start + offset)
-        if flags & ENCRYPTED or flags & MASKED:
+        if flags & _ENCRYPTED or flags & _MASKED:
             raise self._damage("a member of a shard is encrypted", start + offset, got=repr(name))
-        if method != STORED or stored_bytes != size_bytes:
+        if method != _STORED or stored_bytes != size_bytes:
             if "/code/" in name:
                 raise program(self.file.path)
             raise self._damage(
@@ -244,29 +244,29 @@ class Archive:
         while field_at + 4 <= len(extra):
             kind = int.from_bytes(extra[field_at : field_at + 2], "little")
             length_bytes = int.from_bytes(extra[field_at + 2 : field_at + 4], "little")
-            if kind == ZIP64_EXTRA:
+            if kind == _ZIP64_EXTRA:
                 content = extra[field_at + 4 : field_at + 4 + length_bytes]
-                wanted = 8 * short.count(FULL_4)
+                wanted = 8 * short.count(_FULL_4)
                 if len(content) < wanted:
                     break
                 numbers = iter(Struct(f"<{wanted // 8}Q").unpack_from(content))
-                return tuple(next(numbers) if number == FULL_4 else number for number in short)
+                return tuple(next(numbers) if number == _FULL_4 else number for number in short)
             field_at += 4 + length_bytes
         raise self._damage("an entry of a large member has no sizes", offset)
 
     def _payload_start(self, local_start: int, name: bytes, flags: int, facts: tuple[int, int]) -> int:
         """Return the offset of a member's data. Raises ShardError if its local header contradicts the directory."""
-        header = self._header(local_start, LOCAL.size + len(name)) if local_start < self._size_bytes else b""
-        if not header.startswith(LOCAL_MARK):
+        header = self._header(local_start, _LOCAL.size + len(name)) if local_start < self._size_bytes else b""
+        if not header.startswith(_LOCAL_MARK):
             raise self._damage("a member of a shard is not where its directory says", local_start)
-        fields = LOCAL.unpack_from(header)
+        fields = _LOCAL.unpack_from(header)
         _, _, own_flags, method, _, _, crc, stored_bytes, size_bytes, name_bytes, extra_bytes = fields
-        is_same = (method, name_bytes, own_flags) == (STORED, len(name), flags) and header[LOCAL.size :] == name
-        if not own_flags & HAS_DESCRIPTOR:
-            is_same = is_same and crc == facts[0] and (stored_bytes, size_bytes) in ((facts[1],) * 2, (FULL_4,) * 2)
+        is_same = (method, name_bytes, own_flags) == (_STORED, len(name), flags) and header[_LOCAL.size :] == name
+        if not own_flags & _HAS_DESCRIPTOR:
+            is_same = is_same and crc == facts[0] and (stored_bytes, size_bytes) in ((facts[1],) * 2, (_FULL_4,) * 2)
         if not is_same:
             raise self._damage("a member of a shard contradicts its directory", local_start, got=repr(name[:200]))
-        return local_start + LOCAL.size + int(name_bytes) + int(extra_bytes)
+        return local_start + _LOCAL.size + int(name_bytes) + int(extra_bytes)
 
     def _header(self, offset: int, length_bytes: int) -> bytes:
         """Return the bytes of a local header; neighbouring headers are read together."""
@@ -301,13 +301,13 @@ class Archive:
 ALIGNMENT_BYTES = 64
 TOP = "archive/"
 _UTF8 = 0x0800
-DESCRIPTOR_MARK = b"PK\x07\x08"
+_DESCRIPTOR_MARK = b"PK\x07\x08"
 _MADE_BY, _NEEDED = 798, 45
 
 # What a member takes at most besides its payload and its name, which stands there twice: local header, zip64 sizes,
 # padding, descriptor, entry with zip64 sizes. And the ends of the archive.
-MEMBER_BYTES = LOCAL.size + 28 + 4 + ALIGNMENT_BYTES + 24 + ENTRY.size + 28
-ENDS_BYTES = END64.size + LOCATOR.size + END.size
+MEMBER_BYTES = _LOCAL.size + 28 + 4 + ALIGNMENT_BYTES + 24 + _ENTRY.size + 28
+ENDS_BYTES = _END64.size + _LOCATOR.size + _END.size
 
 
 class Placed(NamedTuple):
@@ -321,11 +321,11 @@ class Placed(NamedTuple):
 
     @property
     def flags(self) -> int:
-        return _UTF8 | HAS_DESCRIPTOR if self.size_bytes else _UTF8
+        return _UTF8 | _HAS_DESCRIPTOR if self.size_bytes else _UTF8
 
     @property
     def is_large(self) -> bool:
-        return self.size_bytes >= FULL_4 or self.header_start >= FULL_4
+        return self.size_bytes >= _FULL_4 or self.header_start >= _FULL_4
 
     @property
     def end(self) -> int:
@@ -338,8 +338,8 @@ class Placed(NamedTuple):
 def placed(name: str, size_bytes: int, offset: int, crc: int = 0) -> Placed:
     """Return where a member lies whose local header begins at byte `offset`."""
     encoded = (TOP + name).encode()
-    wide_bytes = 16 * (size_bytes >= FULL_4) + 8 * (offset >= FULL_4)
-    start = offset + LOCAL.size + len(encoded) + (4 + wide_bytes if wide_bytes else 0) + 4
+    wide_bytes = 16 * (size_bytes >= _FULL_4) + 8 * (offset >= _FULL_4)
+    start = offset + _LOCAL.size + len(encoded) + (4 + wide_bytes if wide_bytes else 0) + 4
     return Placed(encoded, offset, -(-start // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, size_bytes, crc)
 
 
@@ -355,10 +355,10 @@ def first_members(pickle: bytes) -> dict[str, bytes]:
 
 def local_header(member: Placed) -> bytes:
     wide = _wide(member)
-    padding = member.payload_start - member.header_start - LOCAL.size - len(member.name) - len(wide)
+    padding = member.payload_start - member.header_start - _LOCAL.size - len(member.name) - len(wide)
     fields = (0, member.flags, 0, 0, 0, 0, 0, 0, len(member.name), len(wide) + padding)
     filling = b"FB" + (padding - 4).to_bytes(2, "little") + b"Z" * (padding - 4)
-    return LOCAL.pack(LOCAL_MARK, *fields) + member.name + wide + filling
+    return _LOCAL.pack(_LOCAL_MARK, *fields) + member.name + wide + filling
 
 
 def descriptor(member: Placed) -> bytes:
@@ -367,37 +367,37 @@ def descriptor(member: Placed) -> bytes:
         return b""
     width = 8 if member.is_large else 4
     size = member.size_bytes.to_bytes(width, "little")
-    return DESCRIPTOR_MARK + member.crc.to_bytes(4, "little") + size + size
+    return _DESCRIPTOR_MARK + member.crc.to_bytes(4, "little") + size + size
 
 
 def ends(members: list[Placed], start: int) -> bytes:
     """Return the directory of an archive, which begins at byte `start`, and what follows it."""
     directory = b"".join(map(_entry, members))
     count, length_bytes = len(members), len(directory)
-    end64 = END64.pack(END64_MARK, END64.size - 12, _MADE_BY, _NEEDED, 0, 0, count, count, length_bytes, start)
-    locator = LOCATOR.pack(LOCATOR_MARK, 0, start + length_bytes, 1)
-    short = min(count, FULL_2)
-    end = END.pack(END_MARK, 0, 0, short, short, min(length_bytes, FULL_4), min(start, FULL_4), 0)
+    end64 = _END64.pack(_END64_MARK, _END64.size - 12, _MADE_BY, _NEEDED, 0, 0, count, count, length_bytes, start)
+    locator = _LOCATOR.pack(_LOCATOR_MARK, 0, start + length_bytes, 1)
+    short = min(count, _FULL_2)
+    end = _END.pack(_END_MARK, 0, 0, short, short, min(length_bytes, _FULL_4), min(start, _FULL_4), 0)
     return directory + end64 + locator + end
 
 
 def _entry(member: Placed) -> bytes:
     wide = _wide(member)
-    sizes = (min(member.size_bytes, FULL_4),) * 2
+    sizes = (min(member.size_bytes, _FULL_4),) * 2
     fields = (0, 0, member.flags, 0, 0, 0, member.crc, *sizes, len(member.name), len(wide), 0, 0, 0, 0)
-    return ENTRY.pack(ENTRY_MARK, *fields, min(member.header_start, FULL_4)) + member.name + wide
+    return _ENTRY.pack(_ENTRY_MARK, *fields, min(member.header_start, _FULL_4)) + member.name + wide
 
 
 def _wide(member: Placed) -> bytes:
     """Return the extra field with numbers that are too large for 4 bytes; nothing if none is."""
-    numbers = [member.size_bytes] * 2 if member.size_bytes >= FULL_4 else []
-    if member.header_start >= FULL_4:
+    numbers = [member.size_bytes] * 2 if member.size_bytes >= _FULL_4 else []
+    if member.header_start >= _FULL_4:
         numbers.append(member.header_start)
     content = b"".join(number.to_bytes(8, "little") for number in numbers)
-    return ZIP64_EXTRA.to_bytes(2, "little") + len(content).to_bytes(2, "little") + content if content else b""
+    return _ZIP64_EXTRA.to_bytes(2, "little") + len(content).to_bytes(2, "little") + content if content else b""
 
 
-_CRC_AT, _CRC_BYTES, _NO_CRC = DESCRIPTOR_CRC_AT, 4, bytes(4)
+_CRC_BYTES, _NO_CRC = 4, bytes(4)
 
 
 def of_file(file: SourceFile, tensors: TensorTable) -> HeaderDigest | None:
@@ -408,11 +408,11 @@ def of_file(file: SourceFile, tensors: TensorTable) -> HeaderDigest | None:
         start, directory, _ = Archive(file).directory()
         spans = structure.spans_besides(file, payloads, start)
         for (first, _), part in zip(spans, structure.contents(file, spans)):
-            if first in behind_payloads and part.startswith(DESCRIPTOR_MARK):
-                part = part[:_CRC_AT] + _NO_CRC + part[_CRC_AT + _CRC_BYTES :]
+            if first in behind_payloads and part.startswith(_DESCRIPTOR_MARK):
+                part = part[:DESCRIPTOR_CRC_AT] + _NO_CRC + part[DESCRIPTOR_CRC_AT + _CRC_BYTES :]
             digest.update(part)
         unsummed = bytearray(directory)
-        for offset in storage_entries(directory):
+        for offset in _storage_entries(directory):
             unsummed[offset + ENTRY_CRC_AT : offset + ENTRY_CRC_AT + _CRC_BYTES] = _NO_CRC
         digest.update(unsummed)
         end = start + len(directory)
