@@ -59,13 +59,13 @@ class Walk:
     """A walk through the file `path`; it counts its steps, so that no file can make it endless.
 
     Attributes:
-        top: the root group.
+        top: the root group of the file.
         on_progress: called for every link.
     """
 
     def __init__(self, path: str, top: Node, on_progress: Callable[[], None]) -> None:
         self._path = path
-        self._top = top
+        self.top = top
         self._on_progress = on_progress
         self._met = 0
         self._seen: set[int] = set()
@@ -156,7 +156,7 @@ class Walk:
 
     def _resolve(self, group: Node, target: bytes, path: GroupPath, hops: int) -> Node:
         """Return the object that a soft link of `group` to `target` leads to; `path` is its name."""
-        node = self._top if target.startswith(b"/") else group
+        node = self.top if target.startswith(b"/") else group
         for part in target.split(b"/"):
             if part in (b"", b"."):
                 continue
@@ -213,14 +213,14 @@ def is_native(root: Node, path: str) -> bool:
     return True
 
 
-def describe(walk: Walk, root: Node, path: str) -> Description:
+def describe(walk: Walk, path: str) -> Description:
     """Return the description of a native shard. Raises ShardError if any of it is missing or damaged."""
-    reserved = walk.child(root, native_shard.RESERVED)
+    reserved = walk.child(walk.top, native_shard.RESERVED)
     strategy = _read_bytes(walk.child(reserved, native_shard.STRATEGY), path).decode()
     names, strings = native_shard.contents(_read_bytes(walk.child(reserved, native_shard.CONTENTS), path))
     if not all(0 < len(name.encode()) <= structure.MAX_NAME_BYTES for name in names):
         raise ValueError("a name of an impossible length")
-    rank, world_size = (types.read_number(root.handle, name, path) for name in ("rank", "world_size"))
+    rank, world_size = (types.read_number(walk.top.handle, name, path) for name in ("rank", "world_size"))
     identity = ShardIdentity(rank, world_size, strategy)
     if identity.rank >= identity.world_size:
         raise ShardError(
@@ -267,7 +267,7 @@ def locate(path: str, on_progress: Callable[[], None] = lambda: None) -> Manifes
     with structure.opened(path) as file, datasets.failures_named(path):
         root_group = root(datasets.open_file(path))
         walk = Walk(path, root_group, on_progress)
-        return (_native if is_native(root_group, path) else _foreign)(file, walk, root_group)
+        return (_native if is_native(root_group, path) else _foreign)(file, walk)
 
 
 def stored_sums(path: str, on_progress: Callable[[], None] = lambda: None) -> dict[str, int]:
@@ -280,7 +280,7 @@ def stored_sums(path: str, on_progress: Callable[[], None] = lambda: None) -> di
         reserved = walk.child(root_group, native_shard.RESERVED)
         if not reserved.handle.links.exists(native_shard.SUMS.encode()):
             return {}
-        names = describe(walk, root_group, path).names
+        names = describe(walk, path).names
         node = walk.child(reserved, native_shard.SUMS)
         properties = node.handle.get_create_plist()
         shape = datasets.shape_of(node.handle, properties, path)
@@ -297,13 +297,13 @@ def stored_sums(path: str, on_progress: Callable[[], None] = lambda: None) -> di
         return dict(zip(names, map(int, numbers)))
 
 
-def _native(file: SourceFile, walk: Walk, root_group: Node) -> Manifest:
+def _native(file: SourceFile, walk: Walk) -> Manifest:
     path = file.path
-    description = describe(walk, root_group, path)
-    rows = _rows(walk, root_group, path, description.names)
+    description = describe(walk, path)
+    rows = _rows(walk, path, description.names)
     entries: dict[str, TensorEntry] = {}
     spans: list[_DatasetRange] = []
-    for name, node in _native_datasets(walk, root_group):
+    for name, node in _native_datasets(walk):
         if name not in rows:
             raise _not_in_contents(path, len(rows), [name])
         where = native_shard.where(path, node.path)
@@ -322,9 +322,9 @@ def _native(file: SourceFile, walk: Walk, root_group: Node) -> Manifest:
     return Manifest(path, native_shard.NAME, tensors, description.strings, description.identity)
 
 
-def _rows(walk: Walk, root_group: Node, path: str, names: Sequence[str]) -> dict[str, types.Row]:
+def _rows(walk: Walk, path: str, names: Sequence[str]) -> dict[str, types.Row]:
     """Return the rows of the table of boxes, which are in the order of the list of contents, by name."""
-    node = walk.child(walk.child(root_group, native_shard.RESERVED), native_shard.BOXES)
+    node = walk.child(walk.child(walk.top, native_shard.RESERVED), native_shard.BOXES)
     where = native_shard.where(path, node.path)
     _require_dataset(node, where)
     shape = datasets.shape_of(node.handle, node.handle.get_create_plist(), where)
@@ -340,20 +340,20 @@ def _not_in_contents(path: str, expected: int, odd: list[str]) -> ShardError:
     )
 
 
-def _native_datasets(walk: Walk, root_group: Node) -> Iterator[tuple[str, Node]]:
-    for node in walk.datasets(root_group, skip=(native_shard.RESERVED,)):
+def _native_datasets(walk: Walk) -> Iterator[tuple[str, Node]]:
+    for node in walk.datasets(walk.top, skip=(native_shard.RESERVED,)):
         yield "/".join(node.path), node
-    escaped = walk.child(walk.child(root_group, native_shard.RESERVED), native_shard.ESCAPED)
+    escaped = walk.child(walk.child(walk.top, native_shard.RESERVED), native_shard.ESCAPED)
     for node in walk.datasets(escaped):
         yield native_shard.unescape(node.path[-1]), node
 
 
-def _foreign(file: SourceFile, walk: Walk, root_group: Node) -> Manifest:
+def _foreign(file: SourceFile, walk: Walk) -> Manifest:
     tensors = TensorTable(file.path)
     strings: dict[str, str] = {}
     spans: list[_DatasetRange] = []
     kept_bytes = 0
-    for node in walk.datasets(root_group):
+    for node in walk.datasets(walk.top):
         name = "/".join(node.path)
         where = native_shard.where(file.path, node.path)
         if datasets.is_text(node.handle, where):

@@ -72,9 +72,6 @@ class Storages:
         read = named_storage(persistent_id)
         if read.unknown is not None:
             return self.unknown.setdefault(read.key, read)
-        return self._known(read)
-
-    def _known(self, read: Storage) -> Storage:
         first = self.by_key.setdefault(read.key, read)
         if first is not read and first.size_bytes != read.size_bytes:
             raise ValueError(f"a storage of two sizes: {read.key[:60]!r}")
@@ -142,12 +139,11 @@ def of_archive(archive: Archive, budget_bytes: int = BUDGET_BYTES, prefix: str =
     root = _unpickled(data, storages, path, budget_bytes)
     starts = {}
     for key, storage in storages.by_key.items():
-        needed_bytes = storage.size_bytes
         member = members.get(f"{top}data/{key}")
-        if member is None or member.size_bytes != needed_bytes:
+        if member is None or member.size_bytes != storage.size_bytes:
             raise ShardError(
                 f"the storage {key!r} of a shard is not there as its pickle says"[:200],
-                expected=f"{needed_bytes} bytes",
+                expected=f"{storage.size_bytes} bytes",
                 got="nothing" if member is None else f"{member.size_bytes} bytes",
                 where=path,
             )
@@ -203,7 +199,6 @@ def _legacy_content(data: bytes, file: SourceFile, prefix: str) -> FileContent:
     is_little = system.get("little_endian") if type(system) is Dict else None
     if protocol != _PROTOCOL or type(is_little) is not bool:
         raise PickleError("an older checkpoint of torch has an unknown beginning", offset)
-    order = "little" if is_little else "big"
     storages = Storages(prefix)
     root, offset = load(data, offset, storages.readers)
     keys, offset = load(data, offset)
@@ -222,7 +217,7 @@ def _legacy_content(data: bytes, file: SourceFile, prefix: str) -> FileContent:
             raise PickleError("a storage of an older checkpoint has another size than its pickle says", start)
     if offset != file.size_bytes:
         raise PickleError("something follows the end of an older checkpoint of torch", offset)
-    return FileContent(root, starts, order != sys.byteorder)
+    return FileContent(root, starts, is_little != (sys.byteorder == "little"))
 
 
 def _checked(keys: Value, storages: Storages, offset: int) -> list[str]:
