@@ -86,15 +86,10 @@ def packed(
     extra_tensors = dict(_extra_tensors(found, ModulePlaces(places), tensors))
     if not extra and not extra_tensors:
         extra = dict.fromkeys(_usual_extra(places.values()))
-    others = Dict()
-    for key, value in root.pairs():
-        if key != "model" and type(value) is not NestTensor:
-            others.flat += [key, value]
+    others = _without_tensors(Dict.of(pair for pair in root.pairs() if pair[0] != "model"))
     has_shares = None if options.ep is None else options.ep > 1
     _require_experts(found, places.values(), options.ep)
-    common = common_state(
-        _without_tensors(others), has_state=bool(found.trained), has_shares=has_shares, release=release
-    )
+    common = common_state(others, has_state=bool(found.trained), has_shares=has_shares, release=release)
     counters = [*found.state.get(_COUNTER, {}).values()]
     held = [Part(name, name, Box.whole(tensors[name].shape)) for name in (*extra_tensors.values(), *counters[:1])]
     if len(chunks) > _MOST_CHUNKS:
@@ -104,19 +99,12 @@ def packed(
             got=str(len(chunks)),
             remedy="choose --to dcp",
         )
-    text = _text(
-        Dict(
-            [
-                *("release", release, "values", common.values),
-                *("extra", Dict.of(extra.items()), "extra_tensors", Dict.of(extra_tensors.items())),
-                *("step", counters[0] if counters else None),
-            ]
-        )
-    )
+    kept = Dict(["release", release, "values", common.values, "extra", Dict.of(extra.items())])
+    kept.flat += ["extra_tensors", Dict.of(extra_tensors.items()), "step", counters[0] if counters else None]
     return Packed(
         f"iter_{common.iteration:07d}",
         _filled([*held, *chunks], tensors, options.most_file_bytes),
-        {COMMON: text},
+        {COMMON: _text(kept)},
         [tuple(counters)],
         tuple(found.others),
         common.notes,
