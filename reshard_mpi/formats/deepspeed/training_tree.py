@@ -165,11 +165,9 @@ def _optimizer(training: DeepSpeedTraining, weights: Mapping[str, Value]) -> Dic
     """Return the optimizer's state by names of parameters, and its groups."""
     state = Dict()
     for name, parameter in training.trained.items():
-        own = Dict()
-        for key, value in parameter.others.items():
-            own.flat += [key, value.whole if type(value) is HeldTensor else value]
-        for key, tensor in parameter.state.items():
-            own.flat += [key, tensor]
+        others = parameter.others.items()
+        besides = ((key, value.whole if type(value) is HeldTensor else value) for key, value in others)
+        own = Dict.of((*besides, *parameter.state.items()))
         if weights[name].dtype != parameter.weights.dtype:
             own.flat += ["fp32_param", parameter.weights]
         state.flat += [name, own]
@@ -182,8 +180,7 @@ def _optimizer(training: DeepSpeedTraining, weights: Mapping[str, Value]) -> Dic
             for name, parameter in training.trained.items()
             if type(numbers) is not list or parameter.group in numbers
         ]
-        others = [part for key, value in settings.pairs() if key != "params" for part in (key, value)]
-        groups.append(Dict([*others, "params", names]))
+        groups.append(Dict.of((*(pair for pair in settings.pairs() if pair[0] != "params"), ("params", names))))
     return Dict(["state", state, "param_groups", groups])
 
 
