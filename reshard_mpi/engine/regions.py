@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from operator import add
 
 import numpy as np
 
@@ -126,7 +125,7 @@ class RegionReader:
         paths.update(path for copy in copies for path in paths_of(copy.source.source))
         whole = _enclosing(out)
         if whole is not None:
-            outer = Box(box.start, tuple(map(add, box.start, whole.shape)))
+            outer = Box.at(box.start, whole.shape)
             for copy in copies:
                 gather(files, copy, whole, outer, self._limits)
             return

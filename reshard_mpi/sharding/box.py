@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice, pairwise
-from operator import sub
+from operator import add, sub
 from typing import Final
 
 
@@ -40,6 +40,11 @@ class Box:
     def whole(cls, shape: tuple[int, ...]) -> Box:
         """Return the box of a whole tensor of `shape`."""
         return cls((0,) * len(shape), tuple(shape))
+
+    @classmethod
+    def at(cls, start: Sequence[int], shape: Sequence[int]) -> Box:
+        """Return the box of `shape` whose first element is at `start`."""
+        return cls(tuple(start), tuple(map(add, start, shape)))
 
     @property
     def ndim(self) -> int:

@@ -92,7 +92,8 @@ def open_folder(folder: str) -> dict[int, Manifest]:
         for chunk in tensor.chunks:
             place = place_of.get(ItemKey(name, chunk.offsets))
             if place is not None:
-                pieces.append(ListedChunk(boxes.get(chunk) or boxes.setdefault(chunk, _box(chunk)), *place))
+                box = boxes.get(chunk) or boxes.setdefault(chunk, Box.at(chunk.offsets, chunk.sizes))
+                pieces.append(ListedChunk(box, *place))
         try:
             listed.add_listed(name, tensor.dtype, tensor.shape, pieces)
         except ValueError as error:
@@ -232,7 +233,3 @@ def _strings(metadata: Metadata, objects: Mapping[str, Value], folder: str) -> _
 def _is_tensor(value: Value) -> bool:
     """Tell whether a value is a tensor that is listed, or one in an object."""
     return type(value) is TensorLeaf or type(value) is StoredTensor
-
-
-def _box(chunk: Chunk) -> Box:
-    return Box(chunk.offsets, tuple(low + length for low, length in zip(chunk.offsets, chunk.sizes)))

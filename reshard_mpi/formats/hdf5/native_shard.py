@@ -279,8 +279,7 @@ def _kind(name: str, shape: list[int], start: list[int], global_shape: list[int]
     _require(len(shape) == len(start) == len(global_shape) <= structure.MAX_DIMENSIONS)
     for length, low, whole in zip(shape, start, global_shape):
         _require(_whole(length) >= 0 and _whole(low) >= 0 and low + length <= _whole(whole) <= _LONGEST)
-    box = Box(tuple(start), tuple(low + length for low, length in zip(start, shape)))
-    return TensorType(BY_NAME[name], tuple(shape), box, tuple(global_shape))
+    return TensorType(BY_NAME[name], tuple(shape), Box.at(start, shape), tuple(global_shape))
 
 
 def _payloads(tensors: TensorTable) -> Iterator[FileRange]:

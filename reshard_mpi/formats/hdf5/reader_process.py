@@ -324,7 +324,7 @@ def _to_entry(
     global_shape: list[int] | None,
 ) -> TensorEntry:
     dtype = BY_NAME[dtype_name]
-    box = Box(tuple(start), tuple(low + length for low, length in zip(start, shape))) if start is not None else None
+    box = None if start is None else Box.at(start, shape)
     return TensorEntry(
         name,
         dtype,

@@ -243,9 +243,7 @@ def located(row: Row, stored: Stored, shape: tuple[int, ...], where: str) -> tup
             got="something outside",
             where=where,
         )
-    start = tuple(offset[: len(shape)])
-    stop = tuple(low + length for low, length in zip(start, shape))
-    return dtype, tuple(global_shape[: len(shape)]), Box(start, stop)
+    return dtype, tuple(global_shape[: len(shape)]), Box.at(offset[: len(shape)], shape)
 
 
 def _row_type(dimensions: int) -> np.dtype[Any]:

@@ -16,6 +16,7 @@ from reshard_mpi.formats.megatron.training_tree import kind_of_group, without_me
 from reshard_mpi.formats.nest.nodes import BYTES_IO, ORDERED_DICT, PLAIN, Call, Dict, Global, Value
 from reshard_mpi.formats.torch.framework_files import text_of
 from reshard_mpi.formats.torch.tensors import SIZE
+from reshard_mpi.text import shortened
 
 NAMESPACE = Global("argparse", "Namespace")
 _TRANSFORMER = "megatron.core.transformer.enums."
@@ -105,7 +106,7 @@ def common_state(root: Dict, *, has_state: bool, has_shares: bool | None, releas
     kept = Converting(release)
     kept.value(Dict.of(values.items()), "")
     if kept.left_out:
-        listed = ", ".join(kept.left_out[:4]) + (f" and {len(kept.left_out) - 4} more" if kept.left_out[4:] else "")
+        listed = shortened(kept.left_out, 4)
         notes.append(f"left out, as objects of classes that Megatron-Core {release} does not load: {listed}")
     return CommonState(Dict.of(values.items()), iteration, tuple(notes))
 

@@ -15,6 +15,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from operator import mul
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.dtypes import DType
@@ -231,9 +232,8 @@ def unflattened(name: str, tensor: TensorPieces, shape: tuple[int, ...], folder:
                 got=", ".join(f"{box.start[-1]} to {box.stop[-1]}" for box, _ in runs[:4]),
                 where=folder,
             )
-        low = tuple(number * length for number, length in zip(cell, part))
-        high = tuple(start + length for start, length in zip(low, part))
-        pieces.append((Box(low, high), _joined(name, [place for _, place in runs], folder)))
+        box = Box.at(tuple(map(mul, cell, part)), part)
+        pieces.append((box, _joined(name, [place for _, place in runs], folder)))
     return TensorPieces(tensor.dtype, shape, tuple(pieces))
 
 

@@ -179,8 +179,7 @@ def _tensors(
         pieces: list[tuple[Box, Location]] = []
         for chunk in tensor.chunks:
             table, number = place_of[ItemKey(name, chunk.offsets)]
-            ends = tuple(low + length for low, length in zip(chunk.offsets, chunk.sizes))
-            pieces.append((Box(chunk.offsets, ends), table.source(number)))
+            pieces.append((Box.at(chunk.offsets, chunk.sizes), table.source(number)))
         yield name, TensorPieces(tensor.dtype, tensor.shape, tuple(pieces))
 
 

@@ -33,7 +33,7 @@ from reshard_mpi.formats.safetensors.json_reader import Json, JsonReader, shown
 from reshard_mpi.formats.safetensors.reader import read_back
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.text import KIB, MIB
+from reshard_mpi.text import KIB, MIB, shortened
 
 _METADATA_KEY, _TOTAL, _MAP = "metadata", "total_size", "weight_map"
 _ENDING = ".safetensors"
@@ -251,7 +251,7 @@ def _listing(folder: str) -> _FolderFiles:
         raise ShardError(
             f"other files lie beside {SINGLE}, and no index says whether they belong to it",
             expected=f"{SINGLE} alone, or {INDEX}",
-            got=", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else ""),
+            got=shortened(others, 3),
             where=folder,
             remedy=f"remove what does not belong to it, or choose with --select (such as --select {SINGLE})",
         )
@@ -287,7 +287,7 @@ def _require_no_other_parts(folder: str, weight_map: Mapping[str, str]) -> None:
         raise ShardError(
             "parts lie beside the index that it does not name: they are left from another save",
             expected=f"the {len(named)} files that {INDEX} names",
-            got=", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else ""),
+            got=shortened(others, 3),
             where=folder,
             remedy="remove the old ones",
         )

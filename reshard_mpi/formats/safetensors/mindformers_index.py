@@ -16,6 +16,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
+from operator import mul
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
@@ -64,8 +65,7 @@ class EqualCut(NamedTuple):
         """Yield the box of each slice, in the order of their numbers."""
         lengths = self.slice_shape
         for place in itertools.product(*map(range, self.counts)):
-            start = tuple(coordinate * length for coordinate, length in zip(place, lengths))
-            yield Box(start, tuple(low + length for low, length in zip(start, lengths)))
+            yield Box.at(tuple(map(mul, place, lengths)), lengths)
 
 
 class SlicedTensor(NamedTuple):

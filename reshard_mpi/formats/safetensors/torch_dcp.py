@@ -27,7 +27,7 @@ from reshard_mpi.formats.safetensors.file_header import SHARDING
 from reshard_mpi.formats.safetensors.json_reader import JsonReader, as_numbers, as_object, shown
 from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.text import KIB, MIB
+from reshard_mpi.text import KIB, MIB, shortened
 
 _FIELD = "saved_offsets"
 
@@ -87,7 +87,7 @@ def files_of(folder: str) -> tuple[str, ...]:
         raise ShardError(
             "other files lie beside those of a distributed checkpoint",
             expected="files such as shard-00001-model-00001-of-00001.safetensors alone: torch reads all that lie there",
-            got=", ".join(others[:_MAX_NAMED]) + (f" and {len(others) - _MAX_NAMED} more" * (len(others) > _MAX_NAMED)),
+            got=shortened(others, _MAX_NAMED),
             where=folder,
             remedy="move what does not belong to it to another folder",
         )
@@ -199,7 +199,7 @@ def _box(path: str, name: str, start: tuple[int, ...], held: TensorTable) -> Box
             where=path,
             remedy=_REMEDY,
         )
-    return Box(start, tuple(low + length for low, length in zip(start, shape)))
+    return Box.at(start, shape)
 
 
 def _whole(name: str, pieces: Iterable[ListedChunk]) -> tuple[DType, tuple[int, ...]]:
