@@ -222,8 +222,7 @@ def _strings(metadata: Metadata, objects: Mapping[str, Value], folder: str) -> _
     try:
         flattened = flatten_tree.flatten(tree_of(values, folder), _is_tensor, has_order=has_order)
     except nodes.NestError as error:
-        problem = f"a checkpoint cannot be read: {error.problem}"
-        raise ShardError(problem, got=error.got, where=folder, remedy=error.remedy) from None
+        raise error.of_file("a checkpoint", folder) from None
     if any(name != leaf.name for name, leaf in flattened.tensors if type(leaf) is TensorLeaf):
         raise ShardError("the paths of a checkpoint do not lead to its names", where=folder)
     inner = [(name, leaf) for name, leaf in flattened.tensors if type(leaf) is not TensorLeaf]

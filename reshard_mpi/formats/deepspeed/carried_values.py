@@ -10,7 +10,7 @@ from reshard_mpi.formats.deepspeed.torch_forms import is_engines, is_nest_tensor
 from reshard_mpi.formats.deepspeed.training_tree import CLIENT_STATE, IS_PIPELINE, OF_ENGINE, PIPELINE
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest import flatten_tree
-from reshard_mpi.formats.nest.nodes import Dict, NestError, NestTensor, Value
+from reshard_mpi.formats.nest.nodes import Dict, NestError, NestTensor, Value, entry_of
 from reshard_mpi.text import shortened
 
 # Under this key the optimizer's files are told the settings of its groups.
@@ -55,7 +55,7 @@ def require_places(root: Dict, scaler: Value) -> tuple[str, ...]:
 def _misplaced(root: Dict) -> Iterator[tuple[str, Value, str]]:
     """Yield the keys of values that are not of the form that DeepSpeed has, these, and that form."""
     config, names = root.get("ds_config"), root.get("buffer_names")
-    zero = config.get("zero_optimization") if type(config) is Dict else None
+    zero = entry_of(config, "zero_optimization")
     for key, value in (("ds_config", config), ("ds_config.zero_optimization", zero)):
         if value is not None and type(value) is not Dict:
             yield key, value, "a dictionary"
@@ -139,7 +139,7 @@ def _common_values(group: FlatGroupLayout, state: Value) -> Dict:
     """Return the values besides tensors that the state of all parameters of a group has alike, such as a step."""
     texts: dict[str, Dict] = {}
     for parameter in group.parameters:
-        own = state.get(parameter.name) if type(state) is Dict else None
+        own = entry_of(state, parameter.name)
         pairs = own.pairs() if type(own) is Dict else ()
         values = Dict.of((key, value) for key, value in pairs if type(value) is not NestTensor)
         texts.setdefault(_text(Dict(["values", values])), values)

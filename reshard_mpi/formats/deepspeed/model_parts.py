@@ -20,7 +20,7 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.deepspeed.layout import LaidParameter
 from reshard_mpi.formats.deepspeed.parameters import OF_EXPERT, TIED
 from reshard_mpi.formats.deepspeed.training_tree import IS_PIPELINE, LAYERS, PIPELINE, STAGES
-from reshard_mpi.formats.nest.nodes import Dict, NestTensor
+from reshard_mpi.formats.nest.nodes import Dict, NestTensor, entry_of
 from reshard_mpi.formats.protocol import PackingOptions
 from reshard_mpi.formats.torch.framework_files import text_of
 from reshard_mpi.text import counted, shortened
@@ -131,7 +131,7 @@ def _names_in_layers(root: Dict) -> Iterator[tuple[str, str]]:
 def _stages(root: Dict) -> Sequence[Sequence[str]]:
     """Return the names of the parameters that each stage of a pipeline trains, in order; none where it is not said."""
     pipeline = root.get(PIPELINE)
-    stages = pipeline.get(STAGES) if type(pipeline) is Dict else None
+    stages = entry_of(pipeline, STAGES)
     if type(stages) is not list or not all(type(own) is list for own in stages):
         return []
     return stages if all(type(name) is str for own in stages for name in own) else []

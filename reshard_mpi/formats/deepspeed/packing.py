@@ -42,7 +42,7 @@ from reshard_mpi.formats.deepspeed.torch_forms import EngineNest, is_nest_tensor
 from reshard_mpi.formats.deepspeed.weight_copies import compared_parts, weights_made_of
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.nest import flatten_tree
-from reshard_mpi.formats.nest.nodes import MODEL, Dict, Value
+from reshard_mpi.formats.nest.nodes import MODEL, Dict, Value, entry_of
 from reshard_mpi.formats.protocol import Packed, PackingOptions, Part
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.sharding.box import Box
@@ -148,8 +148,7 @@ def _optimizer_parts(layout: ZeroLayout, rank: int) -> list[Part]:
 def _training(nest: EngineNest) -> _NestedTraining:
     """Return the training that a nest is of. Raises TargetError if it is of none."""
     root, tensors = nest.root, nest.tensors
-    optimizer = root.get("optimizer") if type(root) is Dict else None
-    groups = optimizer.get("param_groups") if type(optimizer) is Dict else None
+    groups = entry_of(entry_of(root, "optimizer"), "param_groups")
     if (
         type(groups) is not list
         or not all(type(group) is Dict for group in groups)
@@ -160,7 +159,7 @@ def _training(nest: EngineNest) -> _NestedTraining:
     for own in names:
         if type(own) is not list or not all(type(name) is str for name in own):
             raise no_training("the names of parameters as params of each group", f"{own!r}"[:100])
-    settings = [Dict.of(pair for pair in group.pairs() if pair[0] != "params") for group in groups]
+    settings = [group.without("params") for group in groups]
     if any(not own.flat for own in settings):
         raise no_training(
             "settings of each group of the optimizer, such as lr", "none, as elastic checkpoints of DeepSpeed have"

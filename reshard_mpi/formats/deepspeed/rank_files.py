@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats.nest.nodes import Call, Dict, Value, text_pairs
+from reshard_mpi.formats.nest.nodes import Call, Dict, Value, entry_of, text_pairs
 from reshard_mpi.formats.torch.file_content import FileContent
 from reshard_mpi.formats.torch.framework_files import FlatVector, HeldTensor, held, read_content
 from reshard_mpi.formats.torch.tensors import StoredTensor, numbers
@@ -128,7 +128,7 @@ def read_model_states(path: str) -> ModelStates:
     content = read_content(path, "DeepSpeed")
     root = content.root
     try:
-        module = root.get("module") if type(root) is Dict else None
+        module = entry_of(root, "module")
         # Models are also given away with their weights alone.
         if type(root) is not Dict or (root.get("ds_version") is None and module is None):
             raise _Contradiction("ds_version", "a dictionary of DeepSpeed's engine", type(root).__name__)

@@ -34,7 +34,7 @@ from reshard_mpi.formats.deepspeed.training_tree import DeepSpeedTraining, arran
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest import flatten_tree
-from reshard_mpi.formats.nest.nodes import Dict, NestError, Value, text_pairs
+from reshard_mpi.formats.nest.nodes import Dict, NestError, Value, entry_of, text_pairs
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
 from reshard_mpi.formats.torch.framework_files import FlatVector, HeldTensor, TensorPieces, held, read_content
 from reshard_mpi.formats.torch.tensors import StoredTensor, is_tensor
@@ -252,8 +252,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     try:
         tensors = flatten_tree.flatten(content.root, is_tensor).tensors
     except NestError as error:
-        problem = f"a file of a DeepSpeed checkpoint cannot be read: {error.problem}"
-        raise ShardError(problem, got=error.got, where=path, remedy=error.remedy) from None
+        raise error.of_file("a file of a DeepSpeed checkpoint", path) from None
     placed = ((name, held(tensor, content.starts, path)) for name, tensor in tensors if type(tensor) is StoredTensor)
     table = TensorTable(path, (TensorEntry(name, *tensor) for name, tensor in placed))
     return Manifest(path, NAME, table, part_of="a DeepSpeed checkpoint", to_have_all=f"give {Path(path).parent}")
@@ -313,8 +312,8 @@ def read_universal(folder: str, states: RankStates) -> UniversalStates:
         raise _lacking(f"{PARAMETERS}/{_SETTINGS}, with the settings of its optimizer", "no such file", folder)
     content = read_content(path, "DeepSpeed")
     root = content.root
-    settings = root.get("param_groups") if type(root) is Dict else None
-    if type(root) is not Dict or type(settings) is not list or not all(type(group) is Dict for group in settings):
+    settings = entry_of(root, "param_groups")
+    if type(settings) is not list or not all(type(group) is Dict for group in settings):
         raise ShardError(
             "a universal checkpoint of DeepSpeed does not say the settings of its optimizer",
             expected="a dictionary with param_groups, a list of dictionaries",

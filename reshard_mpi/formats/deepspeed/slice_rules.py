@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import DisagreementError, ShardError, SourceError
 from reshard_mpi.formats.deepspeed.ranks import RankStates, TagFiles
-from reshard_mpi.formats.nest.nodes import Dict, Value, text_pairs
+from reshard_mpi.formats.nest.nodes import Dict, Value, entry_of, text_pairs
 from reshard_mpi.formats.torch.framework_files import text_of
 from reshard_mpi.sharding.strategy import Strategy
 
@@ -258,11 +258,6 @@ def _unsound(expected: str, got: str, path: str) -> ShardError:
         where=path,
         remedy=REMEDY,
     )
-
-
-def entry_of(value: Value, key: str) -> Value:
-    """Return an entry of a dictionary; None if it has none, or is no dictionary."""
-    return value.get(key) if type(value) is Dict else None
 
 
 def numbers_of(value: Value) -> tuple[int, ...] | None:

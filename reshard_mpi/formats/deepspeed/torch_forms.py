@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from reshard_mpi.errors import TargetError
-from reshard_mpi.formats.deepspeed.flat_groups import config_value, type_in
+from reshard_mpi.formats.deepspeed.flat_groups import type_in
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
-from reshard_mpi.formats.nest.nodes import ORDERED_DICT, Call, Dict, Global, NestError, NestTensor, Value
+from reshard_mpi.formats.nest.nodes import ORDERED_DICT, Call, Dict, Global, NestError, NestTensor, Value, entry_of
 from reshard_mpi.formats.protocol import Packed
 from reshard_mpi.formats.tensor_table import TensorType
 
@@ -159,7 +159,7 @@ def _lift_numbers(entries: dict[Value, Value]) -> None:
 def _parameters_of(optimizer: Dict) -> Iterator[Value]:
     groups = optimizer.get(_GROUPS)
     for group in groups if type(groups) is list else ():
-        names = group.get(_PARAMETERS) if type(group) is Dict else None
+        names = entry_of(group, _PARAMETERS)
         yield from names if type(names) is list else ()
 
 
@@ -171,7 +171,7 @@ def _with_groups(optimizer: Dict) -> _GroupedOptimizer:
     untrained: list[str] = []
     alone: list[Value] = []
     for group in groups if type(groups) is list else ():
-        names = group.get(_PARAMETERS) if type(group) is Dict else None
+        names = entry_of(group, _PARAMETERS)
         if type(names) is not list or not all(type(name) is str for name in names) or trained.isdisjoint(names):
             alone.append(group)
             continue
@@ -234,25 +234,25 @@ def loss_scaler(scaler: Value, config: Value, dtype: str) -> Value:
         return scaler
     if dtype != "float16":
         return None
-    section = config_value(config, "fp16")
-    fixed = _number(config_value(section, "loss_scale"), 0.0)
+    section = entry_of(config, "fp16")
+    fixed = _number(entry_of(section, "loss_scale"), 0.0)
     if type(scaler) is not Dict and fixed:
         return Dict(["class", "LossScaler", "cur_scale", fixed, "dynamic", False])
-    power, window, least, shift = (_number(config_value(section, key), usual) for key, usual in _BEGIN.items())
-    growth, backoff = (_number(config_value(scaler, key), 0.0) for key in ("growth_factor", "backoff_factor"))
-    scale = _number(config_value(scaler, "scale"), 2.0**power)
+    power, window, least, shift = (_number(entry_of(section, key), usual) for key, usual in _BEGIN.items())
+    growth, backoff = (_number(entry_of(scaler, key), 0.0) for key in ("growth_factor", "backoff_factor"))
+    scale = _number(entry_of(scaler, "scale"), 2.0**power)
     patience = int(shift) if type(scaler) is not Dict else 1
     attributes: dict[Value, Value] = {
         "class": "DynamicLossScaler",
         "cur_scale": scale,
-        "cur_iter": int(_number(config_value(scaler, "_growth_tracker"), 0)),  # as if the scale had changed before 0
+        "cur_iter": int(_number(entry_of(scaler, "_growth_tracker"), 0)),  # as if the scale had changed before 0
         "last_overflow_iter": -1,
         "scale_factor": growth if growth * backoff == 1 else _FACTOR,
-        "scale_window": int(_number(config_value(scaler, "growth_interval"), window)),
+        "scale_window": int(_number(entry_of(scaler, "growth_interval"), window)),
         "min_scale": min(least, scale),
         "delayed_shift": patience,
         "cur_hysteresis": patience,
-        "consecutive_hysteresis": config_value(section, "consecutive_hysteresis") is True,
+        "consecutive_hysteresis": entry_of(section, "consecutive_hysteresis") is True,
         "raise_error_at_min_scale": True,
         "dynamic": True,
         "dtype": Global("torch", "float16"),

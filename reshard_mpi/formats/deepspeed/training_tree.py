@@ -180,7 +180,7 @@ def _optimizer(training: DeepSpeedTraining, weights: Mapping[str, Value]) -> Dic
             for name, parameter in training.trained.items()
             if type(numbers) is not list or parameter.group in numbers
         ]
-        groups.append(Dict.of((*(pair for pair in settings.pairs() if pair[0] != "params"), ("params", names))))
+        groups.append(Dict([*settings.without("params").flat, "params", names]))
     return Dict(["state", state, "param_groups", groups])
 
 

@@ -17,7 +17,7 @@ from reshard_mpi.formats.deepspeed.torch_forms import is_nest_tensor, nest_of
 from reshard_mpi.formats.deepspeed.training_tree import CLIENT_STATE
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.nest import flatten_tree
-from reshard_mpi.formats.nest.nodes import MODEL, Dict, NestTensor, Value
+from reshard_mpi.formats.nest.nodes import MODEL, Dict, NestTensor, Value, entry_of
 from reshard_mpi.formats.protocol import Packed, Part, SameParts
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.sharding.box import Box
@@ -137,7 +137,7 @@ def _optimizer(optimizer: Dict, root: Dict, tensors: Mapping[str, TensorType]) -
     weights, groups, states = root.get("model"), optimizer.get("param_groups"), optimizer.get("state")
     by_name = dict(states.pairs()) if type(states) is Dict else {}
     for group in groups if type(groups) is list else ():
-        names = group.get("params") if type(group) is Dict else None
+        names = entry_of(group, "params")
         for name in names if type(names) is list else ():
             weight = weights.get(name) if type(name) is str else None
             if type(weight) is NestTensor:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.megatron.training_tree import kind_of_group, without_members
-from reshard_mpi.formats.nest.nodes import BYTES_IO, ORDERED_DICT, PLAIN, Call, Dict, Global, Value
+from reshard_mpi.formats.nest.nodes import BYTES_IO, ORDERED_DICT, PLAIN, Call, Dict, Global, Value, entry_of
 from reshard_mpi.formats.torch.framework_files import text_of
 from reshard_mpi.formats.torch.tensors import SIZE
 from reshard_mpi.text import shortened
@@ -81,7 +81,7 @@ def common_state(root: Dict, *, has_state: bool, has_shares: bool | None, releas
     values["iteration"] = iteration
     given.pop("iteration", None)
     if has_state:
-        own = optimizer.get("param_groups") if type(optimizer) is Dict else None
+        own = entry_of(optimizer, "param_groups")
         groups = [group for group in own or [] if type(group) is Dict] if type(own) is list else []
         if has_shares is not None:
             groups = [*_regrouped(groups, has_shares=has_shares)]
@@ -234,7 +234,7 @@ def _optimizers(groups: Iterable[Dict], scaler: Value) -> Dict:
     """Return the optimizer of a run; the groups of experts are of one of their own, where there are others."""
     parts: dict[bool, list[Value]] = {}
     for group in groups:
-        settings = Dict.of(pair for pair in group.pairs() if pair[0] != "params")
+        settings = group.without("params")
         parts.setdefault(group.get(_OF_EXPERTS) is True, []).append(settings)
     optimizers = []
     for _, own in sorted(parts.items()) or [(False, list[Value]())]:

@@ -36,7 +36,7 @@ from reshard_mpi.formats.megatron.training_tree import (
     with_members,
     without_members,
 )
-from reshard_mpi.formats.nest.nodes import Dict, Value, text_pairs
+from reshard_mpi.formats.nest.nodes import Dict, Value, entry_of, text_pairs
 from reshard_mpi.formats.torch.framework_files import HeldTensor, TensorPieces, held, text_of
 from reshard_mpi.formats.torch.tensors import StoredTensor
 from reshard_mpi.sharding.box import Box
@@ -328,7 +328,7 @@ def _groups(inner: Dict, mains: Value, path: str) -> Iterator[_NumberedGroup]:
         got = f"{len(lists)} in {_MAIN}" if type(groups) is list else type(groups).__name__
         raise _unsound(path, f"a list param_groups, with as many lists in {_MAIN}", got)
     for group, own in zip(groups, lists):
-        numbers = group.get("params") if type(group) is Dict else None
+        numbers = entry_of(group, "params")
         if type(numbers) is not list or not all(type(number) is int for number in numbers):
             raise _unsound(path, "the numbers of its parameters in every group", "none")
         if type(own) is not list or not all(type(main) is StoredTensor for main in own) or len(own) > len(numbers):

@@ -86,7 +86,7 @@ def packed(
     extra_tensors = dict(_extra_tensors(found, ModulePlaces(places), tensors))
     if not extra and not extra_tensors:
         extra = dict.fromkeys(_usual_extra(places.values()))
-    others = _without_tensors(Dict.of(pair for pair in root.pairs() if pair[0] != "model"))
+    others = _without_tensors(root.without("model"))
     has_shares = None if options.ep is None else options.ep > 1
     _require_experts(found, places.values(), options.ep)
     common = common_state(others, has_state=bool(found.trained), has_shares=has_shares, release=release)

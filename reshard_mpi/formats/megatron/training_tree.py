@@ -16,7 +16,7 @@ from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.megatron.layers import is_expert, layer_axes, place_of
 from reshard_mpi.formats.megatron.parameter_order import ElementReader, rounded
-from reshard_mpi.formats.nest.nodes import MAX_DEPTH, Call, Dict, Global, Value
+from reshard_mpi.formats.nest.nodes import MAX_DEPTH, Call, Dict, Global, Value, entry_of
 from reshard_mpi.formats.torch.framework_files import TensorPieces, listed, text_of
 from reshard_mpi.formats.torch.tensors import StoredTensor
 from reshard_mpi.text import shortened
@@ -172,7 +172,7 @@ def with_members(group: Dict, names: Sequence[str]) -> Dict:
 
 def without_members(group: Dict) -> Dict:
     """Return a group without what tells its parameters."""
-    return Dict.of(pair for pair in group.pairs() if pair[0] != "params")
+    return group.without("params")
 
 
 def is_of_group(group: Dict, key: str, dimensions: int) -> bool:
@@ -228,7 +228,7 @@ def merged(optimizers: Sequence[Value], folder: str) -> list[Dict]:
     """Return the groups of all ranks of an optimizer, each once: a rank has groups of its own parameters alone."""
     groups_by_kind: dict[str, Dict] = {}
     for rank, optimizer in enumerate(optimizers):
-        groups = optimizer.get("param_groups") if type(optimizer) is Dict else None
+        groups = entry_of(optimizer, "param_groups")
         for group in groups or []:
             if type(group) is not Dict:
                 raise ShardError("a group of the optimizer of a Megatron checkpoint is no dictionary", where=folder)

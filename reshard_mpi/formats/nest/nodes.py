@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.structure import MAX_NAME_BYTES, MAX_STRING_BYTES, MAX_TENSORS
 
 # Any of the above. What a hostile file makes of it may be its own part, and as deep as it is long.
@@ -60,6 +61,10 @@ class Dict:
         """Return the value of a key that is text; the last of several, None if there is none."""
         return next((value for own, value in zip(self.flat[-2::-2], self.flat[::-2]) if own == key), None)
 
+    def without(self, key: str) -> Dict:
+        """Return the dictionary without a key."""
+        return Dict.of(pair for pair in self.pairs() if pair[0] != key)
+
     def with_value(self, key: str, value: Value) -> Dict:
         """Return the dictionary with another value of a key. All keys must be hashable."""
         return Dict.of({**dict(self.pairs()), key: value}.items())
@@ -88,6 +93,11 @@ class Call:
     def pairs(self) -> Iterator[tuple[Value, Value]]:
         flat = self.flat or []
         return zip(flat[::2], flat[1::2])
+
+
+def entry_of(value: Value, key: str) -> Value:
+    """Return the value of a key in a dictionary; None if there is no dictionary, or no such key in it."""
+    return value.get(key) if type(value) is Dict else None
 
 
 def text_pairs(value: Value) -> Iterator[tuple[str, Value]]:
@@ -211,6 +221,11 @@ class NestError(Exception):
         self.problem = problem
         self.got = got
         self.remedy = remedy
+
+    def of_file(self, what: str, where: str) -> ShardError:
+        """Return the error for a file that cannot be read for it. what: the file, in words; where: it is."""
+        problem = f"{what} cannot be read: {self.problem}"
+        return ShardError(problem, got=self.got, where=where, remedy=self.remedy)
 
 
 # Raised by `parsed` for a text that is no nest.

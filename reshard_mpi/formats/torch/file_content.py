@@ -12,7 +12,7 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.paths import START_BYTES
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import structure
-from reshard_mpi.formats.nest.nodes import LESS, Dict, Value
+from reshard_mpi.formats.nest.nodes import LESS, Value, entry_of
 from reshard_mpi.formats.torch.archive import Archive, Member, is_archive, program
 from reshard_mpi.formats.torch.pickle_hooks import PickleCutShortError, PickleError, PickleHooks
 from reshard_mpi.formats.torch.tensors import CALLS, Storage, named_storage
@@ -196,7 +196,7 @@ def _legacy_content(data: bytes, file: SourceFile, prefix: str) -> FileContent:
     _, offset = load(data)
     protocol, offset = load(data, offset)
     system, offset = load(data, offset)
-    is_little = system.get("little_endian") if type(system) is Dict else None
+    is_little = entry_of(system, "little_endian")
     if protocol != _PROTOCOL or type(is_little) is not bool:
         raise PickleError("an older checkpoint of torch has an unknown beginning", offset)
     storages = Storages(prefix)

@@ -118,8 +118,7 @@ def listed(
     try:
         flattened = flatten_tree.flatten(root, lambda value: type(value) is TensorPieces or type(value) is StoredTensor)
     except nodes.NestError as error:
-        problem = f"a {title} cannot be read: {error.problem}"
-        raise ShardError(problem, got=error.got, where=folder, remedy=error.remedy) from None
+        raise error.of_file(f"a {title}", folder) from None
     tensors, table = ChunkedTensors(folder), TensorTable(folder)
     for name, leaf in flattened.tensors:
         own = of_file(leaf) if type(leaf) is StoredTensor else leaf

@@ -152,8 +152,7 @@ def _parsed(path: str, content: FileContent) -> Manifest:
     try:
         flattened = flatten_tree.flatten(content.root, is_tensor)
     except nodes.NestError as error:
-        problem = f"a shard cannot be read: {error.problem}"
-        raise ShardError(problem, got=error.got, where=path, remedy=error.remedy) from None
+        raise error.of_file("a shard", path) from None
     named_tensors = flattened.tensors
     if strings is not None:
         # Its dictionaries are in the order of the nest, its storages in the shard's order.
