@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints.choose_step import PART, choose, require_one_step
+from reshard_mpi.checkpoints.file_names import PART, choose, require_one_step
 from reshard_mpi.checkpoints.find_branches import (
     branch_folders,
     group_in_ranks,

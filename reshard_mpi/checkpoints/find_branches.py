@@ -10,8 +10,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints.branch_names import MODEL, OPTIMIZER, branch_of_name, branches_in, numbers_of
-from reshard_mpi.checkpoints.choose_step import FileChoice, choose
+from reshard_mpi.checkpoints.file_names import (
+    MODEL,
+    OPTIMIZER,
+    FileChoice,
+    branch_of_name,
+    branches_in,
+    choose,
+    numbers_of,
+)
 from reshard_mpi.checkpoints.shard_files import ShardFiles, of_one_rank
 from reshard_mpi.errors import DisagreementError, ShardError, SourceError, told
 from reshard_mpi.filesystem import source_files

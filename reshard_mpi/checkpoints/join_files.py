@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reshard_mpi.checkpoints.branch_names import branches_in, keys_of
+from reshard_mpi.checkpoints.file_names import branches_in, keys_of
 from reshard_mpi.errors import DisagreementError, SourceError
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, same_nest
 from reshard_mpi.formats.nest.nodes import LESS, MAX_CHARACTERS, NestError, decoded, parsed, written

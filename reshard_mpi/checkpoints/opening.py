@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints.choose_step import NAME_WAYS, name_ending_in_rank, name_without_rank
+from reshard_mpi.checkpoints.file_names import NAME_WAYS, name_ending_in_rank, name_without_rank
 from reshard_mpi.checkpoints.quantized_source import with_quantization
 from reshard_mpi.checkpoints.refuse_sources import require_full
 from reshard_mpi.checkpoints.shard_files import ShardFiles, common_name, in_its_rank

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints.choose_step import name_without_rank
+from reshard_mpi.checkpoints.file_names import name_without_rank
 from reshard_mpi.checkpoints.shard_files import ShardFiles, SingleShard
 from reshard_mpi.errors import DisagreementError, ReshardError, SourceError, told
 from reshard_mpi.filesystem import source_files

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints.branch_names import LEFT_OUT, branch_of_name
+from reshard_mpi.checkpoints.file_names import LEFT_OUT, branch_of_name
 from reshard_mpi.errors import SourceError
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.filesystem.paths import absolute_path, rank_of_folder, real_path

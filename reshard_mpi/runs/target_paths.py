@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints.branch_names import branch_of_name
 from reshard_mpi.checkpoints.discovery import pointers_in
+from reshard_mpi.checkpoints.file_names import branch_of_name
 from reshard_mpi.checkpoints.shard_files import ShardFiles, both_ways, shards_in, strangers
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.paths import absolute_path, is_object_path, rank_of_folder, real_path

@@ -20,7 +20,7 @@ from support.examples import few, many
 
 import reshard_mpi
 from reshard_mpi.checkpoints import discovery
-from reshard_mpi.checkpoints.branch_names import LEFT_OUT, branch_of_name
+from reshard_mpi.checkpoints.file_names import LEFT_OUT, branch_of_name
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, SourceError
 from reshard_mpi.formats.nest.nodes import NestError
 
