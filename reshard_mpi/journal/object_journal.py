@@ -5,6 +5,10 @@ written on the condition that there is none, or that it is the one that was read
 other uploads of its name, so a writer that was stopped meanwhile ends; with `--resume` the one that a process of the
 run has left behind goes on. A target is recorded when it is in place; one whose writer has died in between says itself
 which run it is of, and is made again.
+
+A target is made in a file of its own that becomes an object when it is whole (`ObjectPublication`). Formats and the
+engine write to a file in memory, which is sent while it is filled. A format that writes among payloads when the file is
+sealed, or what is to be verified, is kept whole until then, in a temporary file.
 """
 
 from __future__ import annotations
@@ -13,45 +17,138 @@ import contextlib
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Self
 
+from reshard_mpi.engine.checksums import Span
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem import object_folders, object_uploads
-from reshard_mpi.filesystem.folders import Say
+from reshard_mpi.filesystem.folders import Say, close
 from reshard_mpi.filesystem.object_folders import ObjectFolder
-from reshard_mpi.filesystem.object_parts import PlannedPart
+from reshard_mpi.filesystem.object_parts import CopiedRun, PlannedPart
 from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, state_of
 from reshard_mpi.filesystem.object_uploads import SentPart, Upload
-from reshard_mpi.filesystem.source_files import first_bytes, is_folder, is_taken
-from reshard_mpi.journal.file_ownership import (
-    leftover_index,
-    leftovers,
-    other_saves,
-    require_own_target,
-)
-from reshard_mpi.journal.object_publication import ObjectPublication
+from reshard_mpi.filesystem.source_files import SourceFile, first_bytes, is_folder, is_taken
+from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.journal.file_ownership import leftover_index, remove_leftovers, require_own_target
 from reshard_mpi.journal.provenance import Sources, TargetInputs
+from reshard_mpi.journal.publication import Publication
 from reshard_mpi.journal.record_files import (
     COMMIT_RECORD,
     STATE,
     read_json,
     record_path,
-    recorded_ranks,
     run_path,
     upload_path,
 )
 from reshard_mpi.journal.run_records import RunIdentity, keep_strategy, strategy_of_run
+from reshard_mpi.journal.staged_parts import Begin, StagedParts
 from reshard_mpi.journal.target_folders import uncommit
 from reshard_mpi.journal.target_journal import Journal
-from reshard_mpi.journal.target_records import TargetRecord, TensorSum
+from reshard_mpi.journal.target_records import TargetRecord, TensorSum, sample_of
 
 # The name under which an object says, in its metadata, which run has made it.
 _RUN = "reshard-run"
 # The name of an object that is never there.
 _TRIAL = "rights.trial"
 _MOST_KEY_BYTES = 1024  # Amazon S3, "Naming Amazon S3 objects"
+
+Check = Callable[[], None]
+Confirm = Callable[[ObjectState, str, Sequence[TensorSum], str], None]
+
+
+class ObjectPublication(Publication):
+    """A target that is made in a file of its own, and becomes an object when `publish` is called.
+
+    If the block ends without that, what was sent is given up.
+
+    Attributes:
+        partial: the path of the file. descriptor: open for reading and writing as long as the block lasts.
+    """
+
+    def __init__(
+        self, begin: Begin, check: Check, confirm: Confirm, *, only_new: Callable[[], bool], is_streamed: bool
+    ) -> None:
+        """begin: begins the upload, before anything is sent, or goes on with one; returns what of its parts is there.
+
+        Args:
+            check: called before the object takes its name; raises if it must not.
+            confirm: called with the object, the sample of its bytes, and what `publish` was given.
+            only_new: tells whether the object must not replace another one.
+            is_streamed: whether the file is sent while it is filled, and so lies in memory; else on the disk.
+        """
+        self._begin = begin
+        self._check = check
+        self._confirm_object = confirm
+        self._only_new = only_new
+        self._is_streamed = is_streamed
+        self._parts: StagedParts | None = None
+        self.is_published = False
+
+    @property
+    def partial(self) -> Path:
+        return Path(f"/proc/self/fd/{self.descriptor}")
+
+    def __enter__(self) -> Self:
+        if self._is_streamed:
+            self.descriptor = os.memfd_create("target")
+        else:
+            self.descriptor = _disk_file()
+        return self
+
+    def move_to_disk(self) -> None:
+        """Have an empty file on the disk, for a target whose parts do not become complete one after another."""
+        close(self.descriptor)
+        self.descriptor = _disk_file()
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._parts is not None:
+                self._parts.close()
+            if self._parts is not None and not self.is_published:
+                with contextlib.suppress(Exception):  # the error that led here is told; the next run gives it up too
+                    self._parts.upload.abort()
+        finally:
+            close(self.descriptor)
+
+    def stage(self, manifest: Manifest, runs: Sequence[CopiedRun], recorded: Sequence[Span] = ()) -> StagedParts:
+        """Begin to send the target; return the object that is told of complete bytes.
+
+        Args:
+            manifest: of the file, which has everything but its payloads.
+            runs: what the store may copy by itself, ascending.
+            recorded: as for `StagedParts`.
+        """
+        payloads, is_streamed = manifest.tensors.payload_spans(), self._is_streamed
+        self._parts = StagedParts(
+            self.descriptor, self._begin, payloads, runs, is_streamed=is_streamed, recorded=recorded
+        )
+        return self._parts
+
+    def publish(self, sums: Sequence[TensorSum] = (), besides: str = "", *, synced: bool = True) -> None:
+        """Send what has not been sent, and put the object in place of whatever is there.
+
+        Args:
+            sums: of its tensors, for its record; besides: a digest of all else (see `TargetRecord`).
+            synced: without meaning here.
+        """
+        assert self._parts is not None
+        self._check()
+        sent = self._parts.finish()
+        self.store_copied_bytes = self._parts.copied_bytes
+        sample = sample_of(SourceFile(str(self.partial), self.descriptor))
+        self._check()
+        state = self._parts.upload.complete(sent, only_new=self._only_new())
+        self.is_published = True
+        self._confirm_object(state, sample, sums, besides)
+
+
+def _disk_file() -> int:
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 class ObjectJournal(Journal):
@@ -136,7 +233,7 @@ class ObjectJournal(Journal):
                 self._require_conditions(place, content, earlier)
             if self._overwrite:
                 uncommit(folder, (*leftover_index(self.folder, self.identity), *self._index_files))
-                self._remove_leftovers()
+                remove_leftovers(folder, state, self.identity)
             if earlier is not None or self._is_single_writer:
                 object_folders.put(place, content, instead_of=None if self._is_single_writer else earlier)
         if self._strategy is not None and strategy_of_run(self.folder, self.identity.digest) is None:
@@ -156,17 +253,6 @@ class ObjectJournal(Journal):
             return state_of(place)
         except FileNotFoundError:
             return None
-
-    def _remove_leftovers(self) -> None:
-        """Remove what an earlier run has left that this one does not make itself, and its records."""
-        records = ObjectFolder(self._state)
-        earlier = RunIdentity.recorded(self._state)
-        if earlier is not None and other_saves(earlier, self.identity):
-            for rank in recorded_ranks(self._state):
-                records.remove(record_path(self._state, rank).name)
-        for file, rank in leftovers(self.folder, self.identity).items():
-            object_folders.remove(ObjectPlace.of(self.folder / file))
-            records.remove(record_path(self._state, rank).name)
 
     def _require_conditions(self, place: ObjectPlace, content: bytes, earlier: ObjectState | None) -> None:
         """Write the record of the run, if there is none of an earlier one, and try to write over the record there.

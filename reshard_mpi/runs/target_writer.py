@@ -252,7 +252,7 @@ class Writer:
     def _choose_place(self, publication: Publication, plan: RankPlan) -> None:
         """Keep a target on the disk until it is sent if axes change places in it: all its parts are filled at once."""
         from reshard_mpi.engine.shard_transfer import is_transposed
-        from reshard_mpi.journal.object_publication import ObjectPublication
+        from reshard_mpi.journal.object_journal import ObjectPublication
 
         assert isinstance(publication, ObjectPublication)
         if any(is_transposed(group.tensor(0), self._limits) for group in plan.tensors.groups):
@@ -274,7 +274,7 @@ class Writer:
         if not is_object_path(self._run.request.target):
             return None
         from reshard_mpi.engine.source_ranges import copied_runs
-        from reshard_mpi.journal.object_publication import ObjectPublication
+        from reshard_mpi.journal.object_journal import ObjectPublication
         from reshard_mpi.runs.recorded_sums import spans_of
 
         assert isinstance(publication, ObjectPublication)
