@@ -1,13 +1,16 @@
-"""Compare two checkpoints tensor by tensor, whatever their formats (`diff`).
+"""Compare two checkpoints tensor by tensor, in any formats: byte by byte (`diff`), or in numbers (`diff_values`).
 
 Each is planned as one full checkpoint, which finds all parts of every tensor and proves that they cover it, as for a
-transform. Then the tensors are compared byte by byte, in blocks; they are dealt out to the processes of the run.
+transform. Then the tensors are compared in blocks; they are dealt out to the processes of the run, in numbers the
+largest first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
-from typing import NamedTuple
+import json
+import math
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
@@ -19,7 +22,8 @@ from reshard_mpi.engine.first_difference import first_difference_of_tensors, val
 from reshard_mpi.engine.open_files import Files, OnBytes
 from reshard_mpi.errors import DifferenceError, SourceError
 from reshard_mpi.formats.manifest import NEST, TensorSpec
-from reshard_mpi.formats.nest.nodes import agree
+from reshard_mpi.formats.nest.nodes import NestError, agree
+from reshard_mpi.formats.nest.rebuild_tree import as_json, leaves, values_beside
 from reshard_mpi.formats.nest.rebuild_tree import first_difference as first_nest_difference
 from reshard_mpi.planning.gradient_joining import gradient_texts
 from reshard_mpi.planning.rank_plan import RankPlan, TensorPlan
@@ -29,14 +33,18 @@ from reshard_mpi.planning.strategy_check import drift_warning
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.maps_and_packing import as_read_from
-from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
+from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt, raise_first_failure
 from reshard_mpi.runs.plan_conversion import LIMITS, Conversion
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, ProgressStage, SliceCounter
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.target_needs import Workload
+from reshard_mpi.runs.value_comparison import ComparedType, TensorComparison, ValueComparison, ValueDifference
 from reshard_mpi.sharding.strategy import unsharded
 from reshard_mpi.text import MIB, format_bytes, shortened
+
+if TYPE_CHECKING:
+    from reshard_mpi.engine.value_distance import Tolerance
 
 # Memory for a few blocks of elements as float64, and for numpy itself.
 MEASURING_BYTES = 24 * MIB
@@ -325,3 +333,93 @@ def _both_through_map(
             require_any(tensor_map.choice, names)
 
     return (first, second), require_some
+
+
+def diff_values(
+    request: Request, comm: Comm, progress: Progress, memory: RunMemory, strategies: Strategies | None
+) -> Outcome:
+    """Compare the checkpoints `request.source` and `request.target` in numbers.
+
+    What is found is the outcome's `comparison`. Raises a ReshardError, the same on all processes, if the two cannot be
+    compared.
+    """
+    from reshard_mpi.engine.value_distance import Tolerance, is_comparable  # it loads numpy
+
+    def are_comparable(spec: TensorSpec, other: TensorSpec) -> bool:
+        return spec.global_shape == other.global_shape and is_comparable(spec.dtype, other.dtype)
+
+    tolerance = Tolerance(request.atol, request.rtol)
+    first, second, planned = planned_sides(request, comm, progress, memory, strategies, in_numbers=True)
+    own, others = ({spec.name: spec for spec in side.plan.tensors.specs} for side in (first, second))
+    common = [spec for name, spec in own.items() if name in others and are_comparable(spec, others[name])]
+    common.sort(key=lambda spec: -spec.size_bytes)
+    mine = {spec.name: spec for spec in common[comm.rank :: comm.size]}
+    size_bytes, own_bytes = (sum(spec.size_bytes for spec in specs) for specs in (common, mine.values()))
+    progress.begin(ProgressStage("comparing", size_bytes, len(common), "tensor"), own_bytes)
+
+    def compare_mine() -> Outcome:
+        tensors = [*_compared((first, second), mine, tolerance, progress)]
+        values: Sequence[ValueDifference] = ()
+        left_out: Sequence[str] = ()
+        if comm.rank == 0:
+            compared = {spec.name for spec in common}
+            for name in dict.fromkeys((*own, *others)):
+                if name not in compared:
+                    tensors.append(TensorComparison(name, _type_of(own.get(name)), _type_of(others.get(name)), None))
+            values = [*_differing_values(first.plan, second.plan, tolerance)]
+            left_out = [what for side in (first, second) for what in side.plan.left_out]
+        found = ValueComparison(tuple(tensors), tuple(values), tuple(left_out))
+        checked = Checked(0, second.path, len(mine), own_bytes, ("the other",))
+        return Outcome(comparison=found, checked=(checked,))
+
+    outcomes = comm.allgather(attempt(compare_mine, comm))
+    raise_first_failure(outcomes, comm)
+    return Outcome(processes=comm.size).joined([planned, *outcomes])
+
+
+def _type_of(spec: TensorSpec | None) -> ComparedType | None:
+    return None if spec is None else ComparedType(spec.dtype.name, tuple(spec.global_shape))
+
+
+def _compared(
+    sides: tuple[DiffSide, DiffSide], wanted: Mapping[str, TensorSpec], tolerance: Tolerance, progress: Progress
+) -> Iterator[TensorComparison]:
+    """Yield how far tensors are apart that both sides have."""
+    from reshard_mpi.engine.value_distance import distance_of
+
+    with Files() as files:
+        for tensor, other, on_bytes in tensor_pairs(*sides, wanted, progress):
+            distance = distance_of(files, tensor, other, LIMITS, tolerance, on_bytes)
+            yield TensorComparison(tensor.spec.name, _type_of(tensor.spec), _type_of(other.spec), distance)
+
+
+def _differing_values(first: RankPlan, second: RankPlan, tolerance: Tolerance) -> Iterator[ValueDifference]:
+    """Yield the values beside the tensors that are not the same; numbers may be as far apart as in tensors."""
+    ours, theirs = _values(first), _values(second)
+    for name in dict.fromkeys((*ours, *theirs)):
+        if name not in ours or name not in theirs or not _are_same(ours[name], theirs[name], tolerance):
+            yield ValueDifference(name, _as_json(ours, name), _as_json(theirs, name))
+
+
+def _values(plan: RankPlan) -> dict[str, Any]:
+    """Return the values beside tensors by their names: keys and places joined by dots."""
+    try:
+        return dict(leaves(values_beside(plan.tensors.specs.names, plan.strings)))
+    except NestError:
+        return dict(plan.strings)  # a damaged text is compared as it is
+
+
+def _are_same(one: Any, other: Any, tolerance: Tolerance) -> bool:
+    numbers = [value for value in (one, other) if isinstance(value, int | float) and not isinstance(value, bool)]
+    if len(numbers) < 2:
+        return type(one) is type(other) and bool(one == other)
+    if one == other or (math.isnan(one) and math.isnan(other)):
+        return True
+    try:
+        return math.isfinite(other) and abs(one - other) <= tolerance.atol + tolerance.rtol * abs(other)
+    except OverflowError:  # whole numbers that no float can hold
+        return False
+
+
+def _as_json(values: Mapping[str, Any], name: str) -> str | None:
+    return json.dumps(as_json(values[name])) if name in values else None

@@ -198,7 +198,7 @@ class Task(StrEnum):
     VERIFY_PAIR = "runs.verify_command:verify_pair"
     VERIFY_ALONE = "runs.verify_command:verify_alone"
     DIFF = "runs.diff:diff"
-    DIFF_VALUES = "runs.diff_values:diff_values"
+    DIFF_VALUES = "runs.diff:diff_values"
     AUDIT = "soundness.command:audit"
 
     def load(self) -> TaskFunction:

@@ -27,7 +27,7 @@ from reshard_mpi import UsageError
 from reshard_mpi.engine import value_distance
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest.nodes import NestError
-from reshard_mpi.runs import diff_values
+from reshard_mpi.runs import diff
 from reshard_mpi.runs.value_comparison import TensorComparison, ValueComparison
 
 FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -337,7 +337,7 @@ def refuse(*_: object) -> None:
 def test_a_damaged_nest_is_compared_as_its_text(tmp_path: Path) -> None:
     first = saved(tmp_path / "a.pt", epoch=3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(diff_values, "values_beside", refuse)
+        patch.setattr(diff, "values_beside", refuse)
         assert comparison(first, first).values == ()
         (value,) = comparison(first, saved(tmp_path / "b.pt", epoch=4)).values
         assert "epoch" in str(value.first) and value.name == NEST
