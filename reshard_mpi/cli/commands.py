@@ -362,13 +362,13 @@ def _inspect(options: argparse.Namespace) -> None:
 
 
 def _help(options: argparse.Namespace) -> None:
-    from reshard_mpi.cli.guide import page
+    from reshard_mpi.cli.help import page
 
     show(page(options.topic))
 
 
 def _completion(options: argparse.Namespace) -> None:
-    from reshard_mpi.cli.completion import script
+    from reshard_mpi.cli.help import script
 
     show(script(options.shell))
 

@@ -12,7 +12,7 @@ from support.command_line import done, refused, run_here
 from support.launch import find_mpi
 from support.pages import GUIDE, README, ROOT, Block, Step, agrees, blocks, run_steps, steps
 
-from reshard_mpi.cli import guide
+from reshard_mpi.cli import help as guide
 
 PAGES = [README, *sorted(GUIDE.glob("*.md"))]
 TOYS = ROOT / "tests" / "toy_package"
