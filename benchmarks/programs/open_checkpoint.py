@@ -35,9 +35,9 @@ def of_ours(source: str, strategy: str, rows: bool) -> Callable[[], None]:
     import reshard_mpi.api
     from reshard_mpi import formats
     from reshard_mpi.engine import regions
-    from reshard_mpi.planning import chunk_reads, map_routes
+    from reshard_mpi.planning import chunk_reads, made_tensors
 
-    assert np and regions and chunk_reads and map_routes
+    assert np and regions and chunk_reads and made_tensors
     for form in formats.all_formats():
         form.load()
 

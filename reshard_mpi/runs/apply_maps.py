@@ -25,8 +25,7 @@ from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, MapResult, parts_of, require_holdable, values_of
 from reshard_mpi.mapping.rules import Rules, element_value
 from reshard_mpi.mapping.selection import TargetTemplate
-from reshard_mpi.planning.map_routes import MappedTensors
-from reshard_mpi.planning.quantized_tensors import dequantized
+from reshard_mpi.planning.made_tensors import MappedTensors, dequantized
 from reshard_mpi.planning.rank_plan import LEFT_OUT, RankPlan
 from reshard_mpi.planning.tensor_names import Accumulated, is_partial_sum
 from reshard_mpi.quantization.weights import SCHEME_TEXT, QuantizedWeight, QuantizedWeights

@@ -23,7 +23,7 @@ from reshard_mpi.mapping.companions import notes_on_dequantized
 from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, parts_of
 from reshard_mpi.mapping.selection import is_chosen
 from reshard_mpi.planning.gradient_joining import gradients_like, notes_on
-from reshard_mpi.planning.map_routes import MappedTensors
+from reshard_mpi.planning.made_tensors import MappedTensors
 from reshard_mpi.planning.rank_plan import Limits, PlannedTensors, RankPlan, TensorPlan
 from reshard_mpi.planning.shared_facts import OWN
 from reshard_mpi.planning.source_flaws import MissingRanks, UnusableShard

@@ -225,7 +225,7 @@ class Conversion:
     def _saying_how(self, plan: RankPlan, quantization: QuantizedWeights) -> RankPlan:
         """Return a plan whose target says how it is quantized, and the shapes of its own pieces of weights."""
         if self.view is not None or self.target.world_size > 1 or self.source.strategy.world_size > 1:
-            from reshard_mpi.planning.quantized_tensors import with_piece_shapes
+            from reshard_mpi.planning.made_tensors import with_piece_shapes
 
             plan = with_piece_shapes(plan, quantization.weights, is_global=self.once)
         if self.keeps_strings and quantization.text:

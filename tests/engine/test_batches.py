@@ -21,7 +21,7 @@ from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.locations import ByteRange, ByteRanges
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
-from reshard_mpi.planning.map_routes import converted
+from reshard_mpi.planning.made_tensors import converted
 from reshard_mpi.planning.rank_plan import Group, Limits, PlannedTensors, RankPlan, ReadGroup
 from reshard_mpi.sharding.box import Box
 

@@ -25,7 +25,7 @@ from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, TensorSpec
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
 from reshard_mpi.planning.chunk_reads import held_tensor
-from reshard_mpi.planning.map_routes import constant, converted
+from reshard_mpi.planning.made_tensors import constant, converted
 from reshard_mpi.planning.rank_plan import Copy, Group, Limits, PlannedTensors, RankPlan, ReadGroup, TensorPlan
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import MIB

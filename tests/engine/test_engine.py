@@ -32,7 +32,7 @@ from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead, St
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, TensorSpec
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.planning.chunk_reads import held_tensor
-from reshard_mpi.planning.map_routes import constant, converted
+from reshard_mpi.planning.made_tensors import constant, converted
 from reshard_mpi.planning.rank_plan import Check, Copy, Limits, RankPlan, TensorPlan
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing.checkpoints import load_shard

@@ -24,7 +24,7 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, Converted, LibraryRead, Reduced, StridedView
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.planning.gradient_joining import JoinedTensors
-from reshard_mpi.planning.map_routes import converted
+from reshard_mpi.planning.made_tensors import converted
 from reshard_mpi.planning.rank_plan import Check, Copy, Limits
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import MIB

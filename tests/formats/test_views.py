@@ -16,7 +16,7 @@ from reshard_mpi.formats.tensor_table import (
     TensorTable,
     TensorType,
 )
-from reshard_mpi.planning.map_routes import constant, converted
+from reshard_mpi.planning.made_tensors import constant, converted
 from reshard_mpi.planning.rank_plan import Copy, RankPlan, TensorPlan
 from reshard_mpi.sharding.box import Box
 

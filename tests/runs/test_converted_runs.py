@@ -18,7 +18,7 @@ from reshard_mpi.processes.host import ONE_THREAD
 # Makes every plan one that converts all numbers to float16.
 CONVERTING = """
 from reshard_mpi.formats.dtypes import BY_NAME, FLOATS
-from reshard_mpi.planning.map_routes import converted
+from reshard_mpi.planning.made_tensors import converted
 from reshard_mpi.planning.rank_plan import PlannedTensors
 from reshard_mpi.runs import scheduling as division
 from reshard_mpi.runs.plan_conversion import Conversion

@@ -34,7 +34,7 @@ PLAIN = (
     "reshard_mpi.engine.first_difference",
     "reshard_mpi.engine.gather",
     "reshard_mpi.formats.ckpt",
-    "reshard_mpi.planning.map_routes",
+    "reshard_mpi.planning.made_tensors",
     "reshard_mpi.processes.memory_scopes",
     "reshard_mpi.runs.monitor",
     "reshard_mpi.runs.transform",
