@@ -22,12 +22,19 @@ from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, ProgressStage
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.verify_command import verify_by_sums
-from reshard_mpi.soundness.audited_checkpoint import AuditedCheckpoint, broken, open_audited, read_contents
+from reshard_mpi.soundness.audited_checkpoint import (
+    AuditedCheckpoint,
+    Roles,
+    broken,
+    changed_norms,
+    open_audited,
+    read_contents,
+    value_findings,
+)
 from reshard_mpi.soundness.content import TensorContent
 from reshard_mpi.soundness.definition import Definition, ModelConfig, ModelProcess
 from reshard_mpi.soundness.findings import Finding, FindingKind, worst_first
 from reshard_mpi.soundness.training_state import StateOfParameters, differing_copies
-from reshard_mpi.soundness.value_findings import Roles, changed_norms, value_findings
 from reshard_mpi.text import shortened
 
 if TYPE_CHECKING:
