@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from reshard_mpi.planning.rank_plan import AccumulatedGradients, SharedFact, StageDigest
     from reshard_mpi.planning.replicas import ReplicaGroup
     from reshard_mpi.planning.source_flaws import Differing, PrefixDigest
-    from reshard_mpi.runs.recorded_sums import RecordedSums
+    from reshard_mpi.runs.recorded_runs import RecordedSums
 
 OnPlanned = Callable[[Run, RankPlan, int], None]
 # With more targets side by side, what is read ahead for them would not fit into memory.
@@ -294,7 +294,7 @@ class TargetPlans:
         request, packs = self.run.request, formats.info(self.run.format).packs
         if packs or not (request.verify and is_object_path(request.source) and is_object_path(request.target)):
             return None
-        from reshard_mpi.runs.recorded_sums import RecordedSums
+        from reshard_mpi.runs.recorded_runs import RecordedSums
 
         return RecordedSums(self.run.conversion.source.files)
 

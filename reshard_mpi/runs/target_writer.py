@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from reshard_mpi.engine.source_ranges import SharedReading
     from reshard_mpi.filesystem.read_ahead import ReadAhead
     from reshard_mpi.journal.staged_parts import StagedParts
-    from reshard_mpi.runs.recorded_sums import RecordedTensor
+    from reshard_mpi.runs.recorded_runs import RecordedTensor
 
 
 def require_as_meant(module: Format, publication: Publication, manifest: Manifest, sums: Mapping[str, int]) -> None:
@@ -107,7 +107,7 @@ def _shown_by_store(staged: StagedParts, recorded: Sequence[RecordedTensor]) -> 
     Raises ShardError if a tensor has not the recorded sum.
     """
     from reshard_mpi.engine.checksums import Shown
-    from reshard_mpi.runs.recorded_sums import require_as_recorded
+    from reshard_mpi.runs.recorded_runs import require_as_recorded
 
     require_as_recorded(recorded, staged)
     return Shown(staged.copied_spans, {tensor.spec.name: tensor.value for tensor in recorded})
@@ -275,7 +275,7 @@ class Writer:
             return None
         from reshard_mpi.engine.source_ranges import copied_runs
         from reshard_mpi.journal.object_journal import ObjectPublication
-        from reshard_mpi.runs.recorded_sums import spans_of
+        from reshard_mpi.runs.recorded_runs import spans_of
 
         assert isinstance(publication, ObjectPublication)
         is_summed = self._run.request.crc or formats.info(self._run.format).sums_payloads

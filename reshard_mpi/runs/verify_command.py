@@ -52,7 +52,7 @@ from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
 from reshard_mpi.runs.plan_conversion import LIMITS, Conversion
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, ProgressStage, SliceCounter, Words, complain
-from reshard_mpi.runs.recorded_options import (
+from reshard_mpi.runs.recorded_runs import (
     accumulated_as_made,
     as_made,
     made_otherwise,

@@ -27,7 +27,7 @@ from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.engine.open_files import sync_and_drop_cache
 from reshard_mpi.formats.ckpt import writer
 from reshard_mpi.runs import target_writer
-from reshard_mpi.runs.recorded_sums import RecordedSums
+from reshard_mpi.runs.recorded_runs import RecordedSums
 
 MIB = 1 << 20
 _RANKS = 3
