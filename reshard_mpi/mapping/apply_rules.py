@@ -11,9 +11,9 @@ from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import FLOATS, DType
 from reshard_mpi.mapping.box_pairs import TargetShape, TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory, UnfitMapError, shown, told_direction
+from reshard_mpi.mapping.follow_parameters import followed
 from reshard_mpi.mapping.matching import Match, matches, usual_notes, whole_pair
 from reshard_mpi.mapping.numbered_state import STATE
-from reshard_mpi.mapping.optimizer_state import followed
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY
 from reshard_mpi.mapping.result import (
     Computed,

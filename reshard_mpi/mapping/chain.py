@@ -9,7 +9,7 @@ from reshard_mpi.errors import MapError
 from reshard_mpi.mapping.apply_rules import applied
 from reshard_mpi.mapping.box_pairs import MAX_PAIRS, BoxPair, TargetShape, TermTensor
 from reshard_mpi.mapping.direction import Inventory
-from reshard_mpi.mapping.made_parameters import MadeParameter
+from reshard_mpi.mapping.follow_parameters import MadeParameter
 from reshard_mpi.mapping.optimizers import settings_of_all
 from reshard_mpi.mapping.result import Computed, ConstantTensor, DerivedTensor, MapResult, taken_of
 from reshard_mpi.mapping.rules import Rules

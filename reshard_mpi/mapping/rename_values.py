@@ -11,7 +11,7 @@ from reshard_mpi.errors import MapError
 from reshard_mpi.formats.nest.entries import dictionaries_in, entries_of, value_of
 from reshard_mpi.formats.nest.nodes import MODEL, decoded, parsed, written
 from reshard_mpi.mapping.dictionaries import has_below, moved, names_below, new_names_of
-from reshard_mpi.mapping.made_parameters import MadeParameter, begin_in_target, beginning_of, made_in
+from reshard_mpi.mapping.follow_parameters import MadeParameter, begin_in_target, beginning_of, made_in
 from reshard_mpi.mapping.numbered_state import EXTRA_STATE, Training
 from reshard_mpi.mapping.optimizers import (
     GROUPS,

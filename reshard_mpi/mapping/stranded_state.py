@@ -18,9 +18,9 @@ from reshard_mpi.formats.nest.entries import dictionaries_in, entries_of, pairs_
 from reshard_mpi.formats.nest.nodes import parsed
 from reshard_mpi.mapping.box_pairs import TermTensor
 from reshard_mpi.mapping.direction import Inventory
+from reshard_mpi.mapping.follow_parameters import is_copied
 from reshard_mpi.mapping.matching import Match
 from reshard_mpi.mapping.numbered_state import begins_of, names_by_path
-from reshard_mpi.mapping.optimizer_state import is_copied
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Form, Optimizer
 from reshard_mpi.mapping.result import DerivedTensor, MapResult
 from reshard_mpi.mapping.state_owners import (

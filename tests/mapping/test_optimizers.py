@@ -385,7 +385,7 @@ def spoiled(change: str) -> dict[str, Any]:
 
 def test_a_forged_nest_with_two_optimizers_under_one_key_is_no_traceback() -> None:
     from reshard_mpi.mapping.apply_to_file import carried_into, renamed
-    from reshard_mpi.mapping.made_parameters import MadeParameter
+    from reshard_mpi.mapping.follow_parameters import MadeParameter
     from reshard_mpi.mapping.numbered_state import training_in
 
     optimizer = (
