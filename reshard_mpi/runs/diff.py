@@ -35,10 +35,9 @@ from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.maps_and_packing import as_read_from
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt, raise_first_failure
 from reshard_mpi.runs.plan_conversion import LIMITS, Conversion
-from reshard_mpi.runs.process_memory import RunMemory
+from reshard_mpi.runs.process_memory import RunMemory, Workload
 from reshard_mpi.runs.progress import Progress, ProgressStage, SliceCounter
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.target_needs import Workload
 from reshard_mpi.runs.value_comparison import ComparedType, TensorComparison, ValueComparison, ValueDifference
 from reshard_mpi.sharding.strategy import unsharded
 from reshard_mpi.text import MIB, format_bytes, shortened

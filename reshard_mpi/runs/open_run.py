@@ -21,11 +21,10 @@ from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.planning.tensor_names import Accumulated
 from reshard_mpi.runs.maps_and_packing import apply_map, packing_of, require_target_options
 from reshard_mpi.runs.plan_conversion import Conversion
-from reshard_mpi.runs.process_memory import RunMemory
+from reshard_mpi.runs.process_memory import RunMemory, Workload
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.scheduling import are_even, assign, target_weights
-from reshard_mpi.runs.target_needs import Workload
-from reshard_mpi.runs.target_paths import refuse_overlap, refuse_posing, refuse_replacing
+from reshard_mpi.runs.target_places import refuse_overlap, refuse_posing, refuse_replacing
 from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy import Strategy

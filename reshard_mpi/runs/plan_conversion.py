@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 # The buffer is so large that Python's work for each filling takes little time compared with moving the bytes. The
-# window is the most that is mapped of sources at once. `target_needs` knows how much memory the process takes besides.
+# window is the most that is mapped of sources at once. `process_memory` says how much memory a process takes besides.
 LIMITS = Limits(buffer_bytes=2 * MIB, window_bytes=16 * MIB)
 
 # Shards opened before a tensor counts as absent, since shards may be saved without what others hold.

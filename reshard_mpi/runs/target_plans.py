@@ -27,13 +27,15 @@ from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.open_run import Run, open_run
 from reshard_mpi.runs.outcome import Outcome, TargetReport, attempt, merge, record_of
 from reshard_mpi.runs.plan_conversion import Conversion
-from reshard_mpi.runs.process_memory import RunMemory
+from reshard_mpi.runs.process_memory import MAX_KEPT_PLANS, MAX_KEPT_PLANS_BYTES, RunMemory
 from reshard_mpi.runs.progress import Progress, ProgressStage
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.scheduling import divide, target_weights
-from reshard_mpi.runs.target_needs import MAX_KEPT_PLANS, MAX_KEPT_PLANS_BYTES, SpaceEstimate, SpaceNeed, may_share
-from reshard_mpi.runs.target_paths import (
+from reshard_mpi.runs.target_places import (
+    SpaceEstimate,
+    SpaceNeed,
     lying_beside,
+    may_share,
     refuse_removing,
     require_no_strangers,
     require_short_names,

@@ -39,10 +39,10 @@ from reshard_mpi.planning.tensor_names import Accumulated
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Outcome, attempt, raise_first_failure, record_of, together
 from reshard_mpi.runs.plan_conversion import Conversion
-from reshard_mpi.runs.process_memory import RunMemory
+from reshard_mpi.runs.process_memory import RunMemory, Workload, checking_bytes
 from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, ProgressStage, SliceCounter
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.target_needs import Workload, checking_bytes, require_room
+from reshard_mpi.runs.target_places import require_room
 from reshard_mpi.runs.target_plans import PlanReport, TargetPlans
 from reshard_mpi.runs.write_targets import write_targets
 

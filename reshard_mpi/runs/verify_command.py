@@ -50,7 +50,7 @@ from reshard_mpi.runs.maps_and_packing import apply_map, files_of_run, reading_o
 from reshard_mpi.runs.open_run import chosen_targets
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
 from reshard_mpi.runs.plan_conversion import LIMITS, Conversion
-from reshard_mpi.runs.process_memory import RunMemory
+from reshard_mpi.runs.process_memory import RunMemory, Workload, checking_bytes
 from reshard_mpi.runs.progress import Progress, ProgressStage, SliceCounter, Words, complain
 from reshard_mpi.runs.recorded_runs import (
     accumulated_as_made,
@@ -61,7 +61,6 @@ from reshard_mpi.runs.recorded_runs import (
 )
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.scheduling import assign, target_weights
-from reshard_mpi.runs.target_needs import Workload, checking_bytes
 from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import counted
 

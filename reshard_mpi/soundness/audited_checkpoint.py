@@ -36,11 +36,10 @@ from reshard_mpi.quantization.layouts import FLOATS_8_BIT
 from reshard_mpi.quantization.weights import QuantizedWeight
 from reshard_mpi.runs.outcome import Outcome
 from reshard_mpi.runs.plan_conversion import LIMITS, Conversion
-from reshard_mpi.runs.process_memory import RunMemory
+from reshard_mpi.runs.process_memory import RunMemory, Workload
 from reshard_mpi.runs.progress import Progress, ProgressStage
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.scheduling import assign
-from reshard_mpi.runs.target_needs import Workload
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import unsharded
 from reshard_mpi.soundness.content import TensorContent, bound_of, content_of

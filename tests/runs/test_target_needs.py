@@ -15,7 +15,7 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.runs.check_sums import Summing
-from reshard_mpi.runs.target_needs import Projection, Workload, checking_bytes
+from reshard_mpi.runs.process_memory import Projection, Workload, checking_bytes
 from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import MIB
