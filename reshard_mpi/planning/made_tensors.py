@@ -16,13 +16,13 @@ from reshard_mpi.formats.dtypes import BY_NAME, FLOATS, DType
 from reshard_mpi.formats.locations import ByteRanges, Constant, Converted, Dequantized, Location
 from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS, ChunkedTensors, TensorEntry, TensorTable, TensorType
 from reshard_mpi.planning.rank_plan import Group, PlannedTensors, RankPlan, ReadGroup, TensorPlan
-from reshard_mpi.quantization.weights import QuantizedWeight, StoredWeight
 from reshard_mpi.sharding.box import Box, Pieces
 from reshard_mpi.sharding.strides import Move, source_region
 
 if TYPE_CHECKING:
     from reshard_mpi.mapping.box_pairs import TargetShape
     from reshard_mpi.mapping.result import MapResult
+    from reshard_mpi.quantization.weights import QuantizedWeight, StoredWeight
 
 
 _NOWHERE = ByteRanges(())
