@@ -16,21 +16,17 @@ import reshard_mpi.formats  # not from the package, which would look for a funct
 from reshard_mpi.cli.arguments import parser, request
 from reshard_mpi.cli.first_lease import end_if_stopped, stopped_text
 from reshard_mpi.cli.output import (
-    asked_pictures,
     compared,
     flush_standard_streams,
     in_the_way_of,
     may_be_report,
     open_standard_streams,
-    require_picture,
     same,
     show,
     summary,
     tell,
     tell_done,
     verified,
-    write_page,
-    write_picture,
     write_report,
 )
 from reshard_mpi.cli.progress_display import display_for, is_verbose
@@ -231,7 +227,7 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _draw(options: argparse.Namespace, asked: Request) -> None:
-    from reshard_mpi.runs.picture_data import planned_figures
+    from reshard_mpi.runs.run_pictures import asked_pictures, planned_figures, write_picture
 
     wanted = asked_pictures(options.plot, options.tensor)
     with _world(options) as group:
@@ -306,6 +302,8 @@ def _audit(options: argparse.Namespace) -> int:
 
     options.norms = options.plot is not None
     if options.plot is not None:
+        from reshard_mpi.runs.run_pictures import require_picture
+
         require_picture(options.plot, (".html",))
     with _world(options) as group:
         outcome = _run(Task.AUDIT, options, group)
@@ -322,6 +320,7 @@ def _audit(options: argparse.Namespace) -> int:
                     show(line)
             if options.plot is not None:
                 from reshard_mpi.pictures.norms import Mark, norms_page
+                from reshard_mpi.runs.run_pictures import write_page
 
                 marks = [Mark(each.severity, str(each.kind), each.tensor, each.detail) for each in report.findings]
                 write_page(options.plot, norms_page(report.path, report.summary(), outcome.norms, marks).encode())

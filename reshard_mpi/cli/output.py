@@ -1,4 +1,4 @@
-"""Print results of commands, and write reports and pictures (`show`, `tell`, `write_report`, `write_picture`).
+"""Print results of commands, and write reports (`show`, `tell`, `write_report`).
 
 For some commands the output is the purpose (`plan`, `verify`, `ranks`, `governor`, `inspect`, help): if it cannot be
 written, as on a full disk, that is an error. Others only report what they have done (`transform`, `commit`, `demo`):
@@ -13,19 +13,17 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from reshard_mpi import formats
-from reshard_mpi.errors import ReshardError, TransformError, UsageError
+from reshard_mpi.errors import ReshardError, TransformError
 from reshard_mpi.runs.progress import say
-from reshard_mpi.text import MIB, counted, format_bytes, format_rate, one_line, with_addresses
+from reshard_mpi.text import counted, format_bytes, format_rate, one_line, with_addresses
 
 if TYPE_CHECKING:
-    from reshard_mpi.pictures.figures import Figures
     from reshard_mpi.runs.outcome import Outcome
-    from reshard_mpi.runs.picture_data import Asked
 
 # Every report file begins so.
 _BEGINNING = b'{\n "version": 1,\n "source": '
@@ -82,102 +80,6 @@ def write_report(path: str, facts: Mapping[str, Any], outcome: Outcome, seconds:
             remedy="make room, or choose another place; --resume --report writes it without making targets again",
         )
     return None
-
-
-_PICTURE_ENDINGS = (".html", ".png", ".svg")
-# A page has the cuts of this number of kinds of tensors at most.
-_MOST_CUTS = 200
-# What drawing takes: matplotlib with its fonts and the picture's dots, and the largest page as text.
-_PNG_BYTES, _SVG_BYTES = 96 * MIB, 40 * MIB
-
-
-def asked_pictures(path: str | None, tensors: Sequence[str]) -> Asked:
-    """Return the request for a picture in the file `path`, in the form that its ending names.
-
-    Raises UsageError for pictures or files that are impossible.
-    """
-    from reshard_mpi.runs.picture_data import Asked
-
-    if path is None:
-        raise UsageError(
-            "--tensor says what is drawn", expected="--plot FILE.html, .png or .svg as well", got="no --plot"
-        )
-    ending = _ending(path)
-    require_picture(path, _PICTURE_ENDINGS)
-    if ending != ".html" and len(tensors) > 1:
-        raise UsageError(
-            "one picture shows one tensor",
-            expected="--tensor once, or a page (.html)",
-            got=f"{len(tensors)} tensors for {path}",
-        )
-    if ending == ".png":
-        from reshard_mpi.pictures.rendering import require_matplotlib
-
-        require_matplotlib()
-    most_cuts = _MOST_CUTS if ending == ".html" else 0
-    return Asked(tuple(dict.fromkeys(tensors)), most_cuts, _PNG_BYTES if ending == ".png" else _SVG_BYTES)
-
-
-def require_picture(path: str, endings: Sequence[str]) -> None:
-    """Raise UsageError for a file that can be no picture of a form that has one of these endings."""
-    from reshard_mpi.filesystem.paths import described, is_replaceable
-
-    if _ending(path) not in endings:
-        raise UsageError("a picture's ending says its form", expected=", ".join(endings), got=path)
-    file = Path(path)
-    if not is_replaceable(file) or not file.parent.is_dir() or not os.access(file.parent, os.W_OK | os.X_OK):
-        raise UsageError(
-            "the picture cannot be written",
-            expected="a new file in a folder that is there, or an earlier picture",
-            got=described(file) if not is_replaceable(file) else described(file.parent),
-            where=path,
-            remedy="choose another name",
-        )
-
-
-def write_picture(path: str, figures: Figures) -> str:
-    """Write the picture of figures; return its subject in a line. Raises OSError, and then leaves no file."""
-    write_page(path, _drawn(path, figures))
-    flow = figures.flow
-    planned = (
-        f"{len(flow.planned)} of {flow.targets.total} targets"
-        if flow.is_sample
-        else counted(len(flow.planned), "target")
-    )
-    cuts = f", {counted(len(figures.cuts), 'kind')} of tensors" if _ending(path) == ".html" else ""
-    return f"drew {planned}{cuts}: {one_line(path)}"
-
-
-def write_page(path: str, content: bytes) -> None:
-    """Write a picture or a page. Raises OSError, and then leaves no file."""
-    try:
-        Path(path).write_bytes(content)
-    except OSError:
-        with contextlib.suppress(OSError):
-            Path(path).unlink()
-        raise
-
-
-def _drawn(path: str, figures: Figures) -> bytes:
-    if _ending(path) == ".html":
-        from reshard_mpi.pictures.rendering import page_of
-
-        return page_of(figures).encode()
-    from reshard_mpi.pictures.matrix import matrix_scene
-    from reshard_mpi.pictures.tensor_cuts import cut_scene
-
-    scene = cut_scene(figures.cuts[0], figures) if figures.cuts else matrix_scene(figures)
-    if _ending(path) == ".svg":
-        from reshard_mpi.pictures.scene import svg_of
-
-        return svg_of(scene).encode()
-    from reshard_mpi.pictures.rendering import png_of
-
-    return png_of(scene)
-
-
-def _ending(path: str) -> str:
-    return Path(path).suffix.lower()
 
 
 def summary(outcome: Outcome, seconds: float, *, is_verified: bool) -> str:

@@ -32,9 +32,9 @@ from reshard_mpi.pictures.figures import (
     shown_dimensions,
 )
 from reshard_mpi.processes import comm
-from reshard_mpi.runs.picture_data import Asked, planned_figures
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request
+from reshard_mpi.runs.run_pictures import Asked, planned_figures
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement
