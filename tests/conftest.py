@@ -31,7 +31,7 @@ from support.launch import MPI, MPI_NAMES, RankRun, find_mpi, run_ranks
 from support.object_servers import Bucket, ObjectServer
 from support.slurm import Cluster, running_cluster
 
-from reshard_mpi.cli import progress_display
+from reshard_mpi.cli import output
 from reshard_mpi.processes.host import ONE_THREAD
 from reshard_mpi.runs import workers
 
@@ -83,7 +83,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # line in its own process sets this too, so it would depend on the order of tests.
     os.environ.update(ONE_THREAD)
     # A run that takes longer than usual shows its progress, and on a busy machine any does.
-    progress_display._FIRST_SECONDS = math.inf
+    output._FIRST_SECONDS = math.inf
     # A shell that starts the tests in the background has them, and all that they start, ignore interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

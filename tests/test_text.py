@@ -22,7 +22,7 @@ from support.oracle import RawLayout
 from support.processes import Finished
 
 import reshard_mpi
-from reshard_mpi.cli.progress_display import Bar, Lines
+from reshard_mpi.cli.output import Bar, Lines
 from reshard_mpi.errors import ReshardError, TransformError
 from reshard_mpi.runs.monitor import Display
 from reshard_mpi.text import counted, did_you_mean, lines, nearest_first, number_ranges, one_line

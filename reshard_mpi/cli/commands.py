@@ -17,8 +17,10 @@ from reshard_mpi.cli.arguments import parser, request
 from reshard_mpi.cli.first_lease import end_if_stopped, stopped_text
 from reshard_mpi.cli.output import (
     compared,
+    display_for,
     flush_standard_streams,
     in_the_way_of,
+    is_verbose,
     may_be_report,
     open_standard_streams,
     same,
@@ -29,7 +31,6 @@ from reshard_mpi.cli.output import (
     verified,
     write_report,
 )
-from reshard_mpi.cli.progress_display import display_for, is_verbose
 from reshard_mpi.errors import DamageError, DifferenceError, ReshardError, UsageError, told
 from reshard_mpi.processes import comm
 from reshard_mpi.processes.host import ONE_THREAD

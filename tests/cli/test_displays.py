@@ -22,7 +22,7 @@ from support.launch import MPI, by_one_mpi
 from support.oracle import RawLayout
 from support.terminals import run_on_terminal
 
-from reshard_mpi.cli import progress_display
+from reshard_mpi.cli import output
 from reshard_mpi.engine import first_difference
 from reshard_mpi.runs import diff, monitor
 from reshard_mpi.runs.plan_conversion import Conversion as Conversion_
@@ -194,14 +194,14 @@ def test_the_end_of_a_run_says_where_one_file_is(tmp_path: Path, to: str, says: 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a line printed at every look, look all the time, and count the looks."""
-    monkeypatch.setattr(progress_display, "_FIRST_SECONDS", 0.0)
-    monkeypatch.setattr(progress_display, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(output, "_FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(output, "_LINE_SECONDS", 0.0)
     monkeypatch.setattr(monitor, "_TICK_SECONDS", 0.01)
-    monkeypatch.setattr(progress_display, "Lines", CountedLines)
+    monkeypatch.setattr(output, "Lines", CountedLines)
     monkeypatch.setattr(CountedLines, "looks", 0)
 
 
-class CountedLines(progress_display.Lines):
+class CountedLines(output.Lines):
     """Counts how often how far a run is has been shown."""
 
     looks = 0
@@ -213,10 +213,10 @@ class CountedLines(progress_display.Lines):
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
     """Have a function begin when the display has been updated twice more, so that what it does is shown."""
-    function, update, updates = getattr(module, name), progress_display.Lines.update, itertools.count()
+    function, update, updates = getattr(module, name), output.Lines.update, itertools.count()
     last = 0
 
-    def counted(lines: progress_display.Lines, status: RunStatus) -> None:
+    def counted(lines: output.Lines, status: RunStatus) -> None:
         nonlocal last
         update(lines, status)
         last = next(updates)
@@ -227,7 +227,7 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
             time.sleep(0.005)
         return function(*arguments, **options)
 
-    monkeypatch.setattr(progress_display.Lines, "update", counted)
+    monkeypatch.setattr(output.Lines, "update", counted)
     monkeypatch.setattr(module, name, slow)
 
 
@@ -297,7 +297,7 @@ def both(c: Conversion) -> list[str]:
 
 def test_a_run_that_is_over_at_once_has_no_lines() -> None:
     status = RunStatus.of(ProgressStage("writing", 10, 1), [Counts(1, units=1)], 0.1, 10, None)
-    lines = progress_display.Lines(io.StringIO())
+    lines = output.Lines(io.StringIO())
     lines.update(status)
     lines.close(status)
     assert lines._stream.getvalue() == ""  # type: ignore[attr-defined]
@@ -314,9 +314,9 @@ class Terminal(io.StringIO):
 def test_a_bar_of_any_width_has_percent_and_time_left_first(
     monkeypatch: pytest.MonkeyPatch, columns: int, waiting: int
 ) -> None:
-    monkeypatch.setattr(progress_display, "_columns", lambda _: columns)
+    monkeypatch.setattr(output, "_columns", lambda _: columns)
     stream = Terminal()
-    bar = progress_display.Bar(stream, with_colour=False)
+    bar = output.Bar(stream, with_colour=False)
     total = 123 << 30
     for done_bytes, left in ((1 << 20, 7384.0), (50 << 30, 61.0), (122 << 30, 5.0)):
         counts = [Counts(1, done_bytes, total, 3)]
@@ -349,10 +349,7 @@ def test_a_bar_of_any_width_has_percent_and_time_left_first(
 def test_which_streams_get_what(
     stream: io.StringIO, environment: Mapping[str, str], draws: bool, colours: bool
 ) -> None:
-    assert (
-        progress_display.may_draw(stream, environment) is draws
-        and progress_display.has_colour(stream, environment) is colours
-    )
+    assert output.may_draw(stream, environment) is draws and output.has_colour(stream, environment) is colours
 
 
 def test_a_signal_while_the_thread_that_shows_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
