@@ -2,7 +2,7 @@
 
 `equations` reads an equation, `box_pairs` pairs the boxes of its sides, one to one, `map_text` reads the equations of a
 map as `rules`, and `map_file` its files. To apply it, `direction` tells which way it is read, `matching` where an
-equation applies, `axis_sizes` how long its axes are there, `state_owners` which parameter state belongs to,
+equation applies, `axis_sizes` how long its axes are there, `tensor_kinds` which parameter state belongs to,
 `follow_parameters` how it follows that, and what becomes of parameters in optimizers, `stranded_state` whether any
 stays behind, `selection` which results are asked for; `apply_rules` does all of this for one map (its results are in
 `result`), and `chain` for several. `apply_to_file` applies maps to a file: `numbered_state` gives torch's numbers

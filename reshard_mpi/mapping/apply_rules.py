@@ -43,18 +43,18 @@ from reshard_mpi.mapping.selection import (
     type_of,
     zeros,
 )
-from reshard_mpi.mapping.state_owners import (
-    is_named_as_state,
-    is_named_like_state,
-    is_state,
-    owners,
-    parted_anywhere,
-)
 from reshard_mpi.mapping.stranded_state import (
     copies_that_stay,
     keeps_its_name,
     require_none_as_parameter,
     require_none_stranded,
+)
+from reshard_mpi.mapping.tensor_kinds import (
+    is_named_as_state,
+    is_named_like_state,
+    is_state,
+    owners,
+    parted_anywhere,
 )
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import named_after

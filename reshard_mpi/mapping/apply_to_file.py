@@ -33,8 +33,8 @@ from reshard_mpi.mapping.rename_values import renamed, without_emptied, without_
 from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
 from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.mapping.selection import Selection, TargetTemplate, is_chosen
-from reshard_mpi.mapping.state_owners import parted_anywhere
 from reshard_mpi.mapping.stranded_state import require_none_by_order
+from reshard_mpi.mapping.tensor_kinds import parted_anywhere
 
 
 class SourceTree(NamedTuple):

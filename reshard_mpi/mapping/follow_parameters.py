@@ -16,7 +16,7 @@ from reshard_mpi.mapping.box_pairs import Geometry, TargetShape, TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory, TemplateShapes
 from reshard_mpi.mapping.matching import Match, whole_pair
 from reshard_mpi.mapping.rules import EquationRule, Rules
-from reshard_mpi.mapping.state_owners import (
+from reshard_mpi.mapping.tensor_kinds import (
     NameAffixes,
     has_shape_of,
     parted_anywhere,

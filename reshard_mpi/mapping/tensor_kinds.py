@@ -1,15 +1,27 @@
-"""Tell the kind of a tensor by its name (`kind_of`), and its layer, expert and kin (`layer_of`, `kin_of`).
+"""Tell what a tensor is by its name: its kind (`kind_of`), layer and kin (`kin_of`), and whose state (`owners`).
 
-Only the name is looked at, so it is a guess where a framework lets users choose names. Wrong guesses change what is
-counted, and what is compared with what, but never a byte that is written.
+Only names are looked at, so it is a guess where a framework lets users choose names. Wrong guesses of kinds change what
+is counted, and what is compared with what, but never a byte that is written.
+
+`moments.w`, `adam_m.w`, `optimizer.state.w.exp_avg` and `optimizer.state.w.step` belong to `w`: one of the words around
+the name is one that optimizers use. `encoder.w` is another parameter.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from reshard_mpi.errors import MapError
+
+if TYPE_CHECKING:
+    from reshard_mpi.mapping.direction import Direction, Inventory
+    from reshard_mpi.mapping.equations import NamePattern
+    from reshard_mpi.mapping.rules import EquationRule, Rules
 
 # Longer names are no names of state.
 _MAX_PARTS = 48
@@ -138,3 +150,293 @@ def parts_of(name: str) -> tuple[str, ...]:
     """Return what dots, and the slashes of groups, divide a name into; nothing for a name of too many parts."""
     parts = tuple(PART.findall(name))
     return parts if len(parts) <= _MAX_PARTS else ()
+
+
+class NameAffixes(NamedTuple):
+    """The text before and behind a parameter's name in its state's name."""
+
+    before: str
+    behind: str
+
+    @property
+    def is_count(self) -> bool:
+        """Whether the affixes belong to a count of steps."""
+        return not COUNTS.isdisjoint((*parts_of(self.before), *parts_of(self.behind)))
+
+    @property
+    def is_of_optimizer(self) -> bool:
+        """Whether one of the words is an optimizer's, and no module is called so."""
+        return _is_of_optimizer((*parts_of(self.before), *parts_of(self.behind)))
+
+    @property
+    def has_word_beside(self) -> bool:
+        """Whether the part right before or behind is an optimizer's word, but for torch's key of all state."""
+        beside = {*parts_of(self.before)[-1:], *parts_of(self.behind)} - {STATE_KEY}
+        return not beside.isdisjoint(STATE_WORDS | COUNTS)
+
+    @property
+    def are_of_torch(self) -> bool:
+        """Whether they are `state` and a key of the state, as in torch's optimizers: `optim.state.w.exp_avg`."""
+        return parts_of(self.before)[-1:] == (STATE_KEY,) and self.behind != ""
+
+    @classmethod
+    def of(cls, pattern: NamePattern) -> NameAffixes:
+        """Return the affixes of the only capture in a name."""
+        return cls(*pattern.literals)
+
+    def around(self, name: str) -> str:
+        return f"{self.before}{name}{self.behind}"
+
+    def within(self, name: str) -> str | None:
+        """Return the text between the affixes in a name; None if the name does not have them."""
+        if not (name.startswith(self.before) and name.endswith(self.behind)):
+            return None
+        return name[len(self.before) : len(name) - len(self.behind)] or None
+
+
+def is_state(name: str, rules: Rules, inventory: Inventory, direction: Direction) -> bool:
+    """Tell whether a tensor is state that `rules.states` speak of; equations of parameters do not take it."""
+    return parted_by(name, (source_affixes(rule, direction) for rule in rules.states), inventory) is not None
+
+
+def owners(
+    names: Iterable[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    rules: Rules | None,
+    direction: Direction | None,
+    told: Mapping[str, str],
+    *,
+    in_target: bool = False,
+) -> dict[str, str]:
+    """Return, by name, the parameters that tensors are state of; other tensors are left out.
+
+    Args:
+        names: of some of the tensors of the source, or of the target.
+        shapes: of all of them.
+        told: parameters that optimizers tell, in place of those that names tell.
+    """
+    side = target_affixes if in_target else source_affixes
+    state_rules = [] if rules is None or direction is None else [side(rule, direction) for rule in rules.states]
+    parameters = with_state(shapes)
+    parted = ((name, _parameter_of(name, state_rules, shapes)) for name in names if name not in parameters)
+    found = ((name, told[name] if told.get(name) in shapes else own[0]) for name, own in parted if own is not None)
+    return {name: owner for name, owner in found if owner != name}
+
+
+class OwnersInPart(NamedTuple):
+    """Parameters of state, by its name, which has the end of the parameter's name behind a word for state."""
+
+    owner_of: Mapping[str, str]
+    in_doubt: Mapping[str, str]  # of what may be a module with such a word for its name
+
+    def require_no_doubt(self, gone: Container[str], kept: Iterable[str]) -> None:
+        """Raise MapError if a tensor that is kept may be state of one that goes."""
+        for name in kept:
+            owner = self.in_doubt.get(name)
+            if owner in gone and name not in gone:
+                raise MapError(
+                    f"{owner} is left out, and its name does not tell whether {name} is state of it, or a parameter",
+                    expected="a model below a key such as model, and its state beside that",
+                    got=f"two tensors of one shape: {owner}, {name}",
+                    remedy=f"leave both out (--exclude '{name}', or drop in a map), or take what is to stay by its"
+                    " names alone (--include)",
+                )
+
+
+def owners_in_part(shapes: Mapping[str, tuple[int, ...]], told: Mapping[str, str]) -> OwnersInPart:
+    """Return the parameters of state that has the end of a parameter's name behind a word for state.
+
+    The model may be below a key: `model.w` beside `optimizer.state.w.exp_avg`. Where several end so, none is told.
+
+    Args:
+        shapes: of all tensors.
+        told: parameters that optimizers tell.
+    """
+    owner_of = {name: owner for name, owner in told.items() if name in shapes and owner in shapes}
+    in_doubt: dict[str, str] = {}
+    words_of = {name: STATE_WORDS.intersection(parts_of(name)) for name in shapes if name not in owner_of}
+    parameters = [name for name, words in words_of.items() if not words]
+    # What may be a module comes first: it may have state itself.
+    modules = {name for name, words in words_of.items() if words and words <= MODULE_WORDS}
+    for name, owner, end, affixes in _in_part(modules.difference(owner_of.values()), parameters, ()):
+        before, behind, begin = parts_of(affixes.before), parts_of(affixes.behind), owner.removesuffix(end)
+        if _is_beside_model(before, behind, begin):
+            owner_of[name] = owner
+        elif has_shape_of(name, owner, shapes) and may_be_state(before, behind, begin, parameters):
+            in_doubt[name] = owner
+    left = {name for name, words in words_of.items() if words and name not in owner_of}
+    modules = left & {*modules, *owner_of.values()}
+    owner_of |= {name: owner for name, owner, _, _ in _in_part(left - modules, parameters, modules)}
+    owner_of = {name: owner for name, owner in owner_of.items() if has_shape_of(name, owner, shapes)}
+    with_own = frozenset(owner_of.values())
+    return OwnersInPart(owner_of, {name: owner for name, owner in in_doubt.items() if name not in with_own})
+
+
+def _in_part(
+    names: Iterable[str], parameters: Collection[str], modules: Collection[str]
+) -> Iterator[tuple[str, str, str, NameAffixes]]:
+    """Yield names of state, each with the parameter that ends so, that end, and its affixes.
+
+    State that has the whole name of one is not meant.
+
+    Args:
+        parameters: those that state is looked for of; modules: others, which are asked where none of these ends so.
+    """
+    every = {*parameters, *modules}
+    ends = {end for name in every for end in ends_of(name) if not end.isdecimal()}  # torch has numbers
+    known = ends | every
+    found = ((name, parted_anywhere(name, known)) for name in names)
+    parted = [(name, *each) for name, each in found if each is not None and each[0] not in every]
+    parted = [each for each in parted if not STATE_WORDS.isdisjoint(parts_of(each[2].before)[-1:])]
+    used = frozenset(end for _, end, _ in parted)
+    by_end: dict[str, list[str]] = {}
+    for name in every:
+        by_end.setdefault(next((end for end in ends_of(name) if end in used), ""), []).append(name)
+    for name, end, affixes in parted:
+        own = by_end.get(end, [])
+        own = [each for each in own if each not in modules] or own
+        if len(own) == 1:
+            yield name, own[0], end, affixes
+
+
+def may_be_state(before: Sequence[str], behind: Sequence[str], begin: str, others: Iterable[str]) -> bool:
+    """Tell whether a tensor is state of a parameter rather than of a module called `state`, `ema` or the like.
+
+    State lies beside the model: `adam_m.w`, `ema.w` with `model.w`. If all names begin alike, that may be the model's
+    key, whatever it is called.
+
+    Args:
+        before, behind: the parts of its name around a part of the parameter's.
+        begin: what is before that in the parameter's name.
+        others: the names of all tensors that are not named as state is.
+    """
+    is_beside = _is_beside_model(before, behind, begin)
+    return is_beside or all(name.startswith(begin) for name in others if "." in name)
+
+
+def _is_beside_model(before: Sequence[str], behind: Sequence[str], begin: str) -> bool:
+    first, _, keys = begin.removesuffix(".").partition(".")
+    is_beside = first not in before[:1] and (keys or first).rpartition(".")[2] in OF_MODEL
+    return is_beside or _is_of_optimizer((*before, *behind))
+
+
+def _is_of_optimizer(parts: Sequence[str]) -> bool:
+    return not STATE_WORDS.intersection(parts) <= MODULE_WORDS
+
+
+def ends_of(name: str) -> Iterator[str]:
+    """Yield the text behind each dot of a name."""
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name
+
+
+def with_state(names: Collection[str]) -> frozenset[str]:
+    """Return the tensors that have state of their own (`optimizer.state.ema.w.exp_avg`), so they are none of others.
+
+    So has `ema.w` if there are `adam_m.ema.w` and `adam_m.w`.
+    """
+    parameters = set()
+    for name in names:
+        _, found, rest = f".{name}".partition(f".{STATE_KEY}.")
+        while found and rest:
+            rest = rest.rpartition(".")[0]
+            if rest in names:
+                parameters.add(rest)
+                break
+    words_of = ((name, STATE_WORDS.intersection(parts_of(name))) for name in names)
+    modules = [name for name, words in words_of if words and words <= MODULE_WORDS]
+    parted = {name: parted_anywhere(name, names) for name in modules}
+    owner_of = {name: owner[0] for name, owner in parted.items() if owner is not None}
+    for name in names if owner_of else ():
+        head, dot, key = name.rpartition(".")
+        around = [(end, NameAffixes(name.removesuffix(end), "")) for end in ends_of(name)]
+        for own, affixes in (*around, (head, NameAffixes("", f"{dot}{key}"))):
+            if own in owner_of and affixes.is_of_optimizer and affixes.around(owner_of[own]) in names:
+                parameters.add(own)
+    return frozenset(parameters)
+
+
+def owned_by(name: str, owner_of: Mapping[str, str]) -> Iterator[str]:
+    """Yield the parameter that a tensor is state of, and so on where that is state itself."""
+    while name in owner_of:
+        name = owner_of[name]
+        yield name
+
+
+def _parameter_of(
+    name: str, all_affixes: Iterable[NameAffixes], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[str, NameAffixes] | None:
+    """Return the parameter that owns a state tensor, and the affixes of the name; None if it is no state.
+
+    Args:
+        all_affixes: what maps have around names of parameters in those of their state.
+    """
+    parted = parted_by(name, all_affixes, shapes) or parted_anywhere(name, shapes)
+    return parted if parted is not None and has_shape_of(name, parted[0], shapes) else None
+
+
+def has_shape_of(name: str, parameter: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Tell whether a tensor has a shape that state of a parameter has: the parameter's, or one element."""
+    return shapes[name] == shapes[parameter] or prod(shapes[name]) == 1
+
+
+def parted_by(
+    name: str, all_affixes: Iterable[NameAffixes], inventory: Container[str]
+) -> tuple[str, NameAffixes] | None:
+    """Return the parameter that owns a state tensor and the affixes of the name, if that is known."""
+    for affixes in all_affixes:
+        base = affixes.within(name)
+        if base is not None and base in inventory:
+            return base, affixes
+    return None
+
+
+def parted_anywhere(name: str, inventory: Container[str]) -> tuple[str, NameAffixes] | None:
+    """Find the longest name among `inventory` inside a state tensor's name: `optim.exp_avg.fc.w` gives (`fc.w`, its
+    affixes).
+
+    Names between `state.` and a key come first: `optim.state.w.exp_avg` is of `w`, even if there is a parameter
+    `state.w`.
+    """
+    spans = [part.span() for part in PART.finditer(name)]
+    parts = parts_of(name)
+    found: tuple[str, NameAffixes] | None = None
+    for length in range(len(parts) - 1, 0, -1):
+        for start in range(len(parts) - length + 1 - is_behind_parameter(parts, length)):
+            first, last = spans[start][0], spans[start + length - 1][1]
+            if name[first:last] in inventory and not STATE_WORDS.isdisjoint((*parts[:start], *parts[start + length :])):
+                parted = name[first:last], NameAffixes(name[:first], name[last:])
+                if start > 0 and parts[start - 1] == STATE_KEY and start + length < len(parts):
+                    return parted
+                found = found or parted
+    return found
+
+
+def is_behind_parameter(parts: Sequence[str], length: int) -> bool:
+    """Tell whether `length` parts at the end of a name are a key of state behind its parameter: `state.w.step`.
+
+    A parameter may be called `step` as well.
+    """
+    return length == 1 and parts[-1] in STATE_WORDS and STATE_KEY in parts[:-2]
+
+
+def is_named_as_state(name: str, base: str) -> bool:
+    """Tell whether a name is a parameter's name behind words that include an optimizer's."""
+    before = name.removesuffix(f".{base}")
+    return before != name and not STATE_WORDS.isdisjoint(parts_of(before))
+
+
+def source_affixes(rule: EquationRule, direction: Direction) -> NameAffixes:
+    (source,), _ = direction.sides(rule)
+    return NameAffixes.of(source.name)
+
+
+def target_affixes(rule: EquationRule, direction: Direction) -> NameAffixes:
+    _, (target,) = direction.sides(rule)
+    return NameAffixes.of(target.name)
+
+
+def is_named_like_state(name: str) -> bool:
+    """Tell whether a part of a tensor's name is a word that optimizers use for their state."""
+    return not STATE_WORDS.isdisjoint(parts_of(name))

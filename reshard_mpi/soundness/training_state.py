@@ -23,8 +23,7 @@ from reshard_mpi.formats.nest.nodes import UNREADABLE, NestError, parsed
 from reshard_mpi.formats.nest.rebuild_tree import leaves, values_beside
 from reshard_mpi.mapping.numbered_state import WRAPPERS, Training, state_of, training_in
 from reshard_mpi.mapping.optimizers import optimizers_of
-from reshard_mpi.mapping.state_owners import ends_of, parted_anywhere
-from reshard_mpi.mapping.tensor_kinds import STATE_KEY, TensorKind, kin_of, kind_of, parts_of
+from reshard_mpi.mapping.tensor_kinds import STATE_KEY, TensorKind, ends_of, kin_of, kind_of, parted_anywhere, parts_of
 from reshard_mpi.planning.rank_plan import Limits, TensorPlan, meeting
 from reshard_mpi.runs.check_maps import tied_tensors
 from reshard_mpi.soundness.audited_checkpoint import AuditedCheckpoint
