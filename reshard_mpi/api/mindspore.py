@@ -16,7 +16,7 @@ from reshard_mpi.errors import UsageError, wrong_type
 from reshard_mpi.filesystem.source_files import look_again
 from reshard_mpi.formats.manifest import Specs
 from reshard_mpi.options import check_count, check_number, check_numbers, check_part, check_path, check_text
-from reshard_mpi.planning.needed_ranks import joined_ranks, needed_ranks
+from reshard_mpi.planning.rank_choice import joined_ranks, needed_ranks
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.tensor_names import Unlisted
 from reshard_mpi.processes.comm import SerialComm

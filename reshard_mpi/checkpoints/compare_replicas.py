@@ -12,8 +12,8 @@ from reshard_mpi.engine.read import takes_numpy
 from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry
+from reshard_mpi.planning.comparison_choice import ReplicaGroup
 from reshard_mpi.planning.rank_plan import Check, Copy, Limits
-from reshard_mpi.planning.replicas import ReplicaGroup
 from reshard_mpi.planning.source_flaws import Differing, UnusableShard, named
 from reshard_mpi.planning.source_tensors import TensorPart
 from reshard_mpi.text import KIB

@@ -17,7 +17,7 @@ from reshard_mpi.formats.dtypes import DType, numbers
 from reshard_mpi.formats.locations import LibraryRead
 from reshard_mpi.formats.manifest import NEST, Manifest, common_nest, nest_settings, shown_string
 from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.planning.sample_choice import RankPair, Sampled, Sampler, places, rank_pairs, share
+from reshard_mpi.planning.comparison_choice import RankPair, Sampled, Sampler, places, rank_pairs, share
 from reshard_mpi.planning.source_flaws import TEXT, Differing
 from reshard_mpi.planning.strategy_check import (
     NO_DRIFT,

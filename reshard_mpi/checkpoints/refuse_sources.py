@@ -20,8 +20,8 @@ from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.structure import is_file_name
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
+from reshard_mpi.planning.comparison_choice import kind_of
 from reshard_mpi.planning.rank_plan import Check, Copy, Limits
-from reshard_mpi.planning.sample_choice import kind_of
 from reshard_mpi.planning.shared_facts import not_carried
 from reshard_mpi.planning.source_flaws import modified_warning, named
 from reshard_mpi.sharding.box import Box

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, ReshardError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.needed_ranks import needed_ranks, wants
+from reshard_mpi.planning.rank_choice import needed_ranks, wants
 from reshard_mpi.planning.source_flaws import UnusableShard, errors_text
 from reshard_mpi.planning.source_tensors import SourceTensors
 from reshard_mpi.planning.target_tensors import Policy, TargetTensors

@@ -1,4 +1,4 @@
-"""Tell what a tensor is by its name: its kind (`kind_of`), layer and kin (`kin_of`), and whose state (`owners`).
+"""Tell by names the kinds of tensors (`kind_of`), their layers and kin (`kin_of`), and owners of state (`owners`).
 
 Only names are looked at, so it is a guess where a framework lets users choose names. Wrong guesses of kinds change what
 is counted, and what is compared with what, but never a byte that is written.

@@ -12,8 +12,8 @@ from reshard_mpi.errors import CoverageError, ReshardError
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.formats.tensor_table import ChunkedTensors, PieceList, TensorTable
 from reshard_mpi.planning.made_tensors import MappedTensors
+from reshard_mpi.planning.rank_choice import Replicas, home_rank
 from reshard_mpi.planning.rank_plan import Check, Copy, Group, PlannedTensors, ReadGroup, TensorPlan
-from reshard_mpi.planning.replicas import Replicas, home_rank
 from reshard_mpi.planning.source_flaws import errors_text
 from reshard_mpi.sharding.box import Box, CoveredPart, Pieces, UncoveredError, overlapping
 from reshard_mpi.text import counted

@@ -16,9 +16,9 @@ from reshard_mpi.formats.dtypes import BY_NAME, FLOATS
 from reshard_mpi.formats.locations import Location, Reduced
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS, TensorTable, TensorType
+from reshard_mpi.planning.comparison_choice import ReplicaGroup
 from reshard_mpi.planning.made_tensors import constant
 from reshard_mpi.planning.rank_plan import AccumulatedGradients, ReadGroup
-from reshard_mpi.planning.replicas import ReplicaGroup
 from reshard_mpi.planning.source_flaws import UnusableShard, named
 from reshard_mpi.planning.source_tensors import SourceGroup, SourceTensors, TensorPart
 from reshard_mpi.planning.tensor_names import ACCUMULATORS, Accumulated, GradientShare, is_partial_sum

@@ -9,8 +9,9 @@ from itertools import islice
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, StrategyError
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, apart_error
 from reshard_mpi.formats.tensor_table import TensorType
+from reshard_mpi.planning.comparison_choice import replicas_to_compare
+from reshard_mpi.planning.rank_choice import Replicas, choose_holders
 from reshard_mpi.planning.rank_plan import Group, PlannedTensors, RankPlan, ReadGroup, SharedFact
-from reshard_mpi.planning.replicas import Replicas, choose_holders, replicas_to_compare
 from reshard_mpi.planning.shared_facts import (
     CommonStrings,
     agreement_checks,

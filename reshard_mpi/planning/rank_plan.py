@@ -6,15 +6,17 @@ import hashlib
 from array import array
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from operator import eq
-from typing import NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, Specs, TensorSpec
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
-from reshard_mpi.planning.replicas import ReplicaGroup
 from reshard_mpi.planning.source_flaws import Differing, PrefixDigest, UnusableShard
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides, paired, source_region, target_region
+
+if TYPE_CHECKING:
+    from reshard_mpi.planning.comparison_choice import ReplicaGroup
 
 # How much memory a plan takes for each tensor, and for each copy.
 _TENSOR_BYTES, _COPY_BYTES = 24, 8

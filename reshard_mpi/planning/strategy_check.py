@@ -12,7 +12,7 @@ from typing import NamedTuple
 from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.sample_choice import MAX_TENSORS, RankPair
+from reshard_mpi.planning.comparison_choice import MAX_TENSORS, RankPair
 from reshard_mpi.planning.source_flaws import Differing
 from reshard_mpi.planning.tensor_names import Unlisted, find_or_follow
 from reshard_mpi.sharding.layout import fitted_to_part

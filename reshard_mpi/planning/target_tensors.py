@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard_mpi.errors import LayoutError, ReshardError, StrategyError, UsageError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorType
-from reshard_mpi.planning.needed_ranks import wants
-from reshard_mpi.planning.replicas import Replicas, home_rank, pieces_written_by
+from reshard_mpi.planning.rank_choice import Replicas, home_rank, pieces_written_by, wants
 from reshard_mpi.planning.shared_facts import require_tensors_or_strings
 from reshard_mpi.planning.source_flaws import UnusableShard
 from reshard_mpi.planning.source_tensors import SourceGroup, SourceTensors, TensorPart, needed_parts

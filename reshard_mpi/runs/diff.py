@@ -25,9 +25,9 @@ from reshard_mpi.formats.manifest import NEST, TensorSpec
 from reshard_mpi.formats.nest.nodes import NestError, agree
 from reshard_mpi.formats.nest.rebuild_tree import as_json, leaves, values_beside
 from reshard_mpi.formats.nest.rebuild_tree import first_difference as first_nest_difference
+from reshard_mpi.planning.comparison_choice import partition_for
 from reshard_mpi.planning.gradient_joining import gradient_texts
 from reshard_mpi.planning.rank_plan import RankPlan, TensorPlan
-from reshard_mpi.planning.replicas import partition_for
 from reshard_mpi.planning.source_flaws import TEXT, UnusableShard, difference_messages
 from reshard_mpi.planning.strategy_check import drift_warning
 from reshard_mpi.planning.target_tensors import Policy

@@ -19,10 +19,9 @@ from reshard_mpi.engine.read import fill
 from reshard_mpi.errors import CoverageError, ReshardError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
-from reshard_mpi.planning.needed_ranks import check_target_rank
 from reshard_mpi.planning.plan_target import plan_target
+from reshard_mpi.planning.rank_choice import Replicas, check_target_rank
 from reshard_mpi.planning.rank_plan import Check, Limits, RankPlan, SharedFact, TensorPlan
-from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.shared_facts import (
     loose_beginnings,
     moment_counters,

@@ -35,8 +35,8 @@ from reshard_mpi.pictures.figures import (
     shown_dimensions,
 )
 from reshard_mpi.pictures.scene import files_as_shards
+from reshard_mpi.planning.rank_choice import writer
 from reshard_mpi.planning.rank_plan import Group, RankPlan
-from reshard_mpi.planning.replicas import writer
 from reshard_mpi.planning.source_tensors import SourceGroup
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.explain import (

@@ -43,8 +43,8 @@ from reshard_mpi.runs.target_places import (
 )
 
 if TYPE_CHECKING:
+    from reshard_mpi.planning.comparison_choice import ReplicaGroup
     from reshard_mpi.planning.rank_plan import AccumulatedGradients, SharedFact, StageDigest
-    from reshard_mpi.planning.replicas import ReplicaGroup
     from reshard_mpi.planning.source_flaws import Differing, PrefixDigest
     from reshard_mpi.runs.recorded_runs import RecordedSums
 

@@ -25,8 +25,9 @@ from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, S
 from reshard_mpi.errors import told as error_told
 from reshard_mpi.journal.commit import commit_if_complete
 from reshard_mpi.journal.target_journal import Journal
+from reshard_mpi.planning.comparison_choice import ReplicaGroup, partition_for
+from reshard_mpi.planning.rank_choice import Replicas
 from reshard_mpi.planning.rank_plan import CHOSEN_FILES, RankPlan, SharedFact
-from reshard_mpi.planning.replicas import ReplicaGroup, Replicas, partition_for
 from reshard_mpi.planning.shared_facts import (
     differing_stages,
     require_one_checkpoint,

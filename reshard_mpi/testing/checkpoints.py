@@ -23,8 +23,8 @@ from reshard_mpi.engine.regions import RegionReader
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.dtypes import to_numpy
 from reshard_mpi.formats.registry import FormatInfo
+from reshard_mpi.planning.rank_choice import Replicas
 from reshard_mpi.planning.rank_plan import Limits, RankPlan
-from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.sharding.box import Box

@@ -18,7 +18,7 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import DisagreementError
-from reshard_mpi.planning.replicas import Replicas
+from reshard_mpi.planning.rank_choice import Replicas
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.sharding.layout import Layout

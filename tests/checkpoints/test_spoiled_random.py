@@ -23,8 +23,8 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.locations import LibraryRead
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
+from reshard_mpi.planning.rank_choice import Replicas
 from reshard_mpi.planning.rank_plan import RankPlan
-from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.transform import plan_alone

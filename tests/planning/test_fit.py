@@ -28,7 +28,7 @@ from reshard_mpi.engine.read import excerpt
 from reshard_mpi.errors import DisagreementError, StrategyError
 from reshard_mpi.formats.locations import ByteRange, LibraryRead
 from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.planning.sample_choice import MAX_PAIRS, PLACE_ELEMENTS, places, rank_pairs
+from reshard_mpi.planning.comparison_choice import MAX_PAIRS, PLACE_ELEMENTS, places, rank_pairs
 from reshard_mpi.planning.strategy_check import Drift
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.sharding import strategy_files

@@ -5,8 +5,8 @@ from __future__ import annotations
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable, TensorType
 from reshard_mpi.planning.chunk_reads import ChunkReads
+from reshard_mpi.planning.rank_choice import Replicas
 from reshard_mpi.planning.rank_plan import Group, ReadGroup
-from reshard_mpi.planning.replicas import Replicas
 from reshard_mpi.sharding.box import Box
 
 

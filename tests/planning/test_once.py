@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.cases import Case, cases
 from support.in_memory import strategy_of
 
-from reshard_mpi.planning.replicas import pieces_written_by
+from reshard_mpi.planning.rank_choice import pieces_written_by
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement
 

@@ -13,10 +13,10 @@ from support.in_memory import check_every_element, entry, manifest, manifests_of
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, ReshardError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.planning.needed_ranks import needed_ranks
+from reshard_mpi.planning.comparison_choice import ReplicaGroup, partition_for
 from reshard_mpi.planning.plan_target import plan_target
+from reshard_mpi.planning.rank_choice import Replicas, needed_ranks
 from reshard_mpi.planning.rank_plan import RankPlan
-from reshard_mpi.planning.replicas import ReplicaGroup, Replicas, partition_for
 from reshard_mpi.planning.source_flaws import UnusableShard
 from reshard_mpi.planning.target_tensors import Policy, TargetTensors
 from reshard_mpi.planning.tensor_names import (

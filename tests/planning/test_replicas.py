@@ -12,8 +12,7 @@ from support.cases import Case, cases
 from support.in_memory import fewest, needed_holders, strategy_of
 
 from reshard_mpi.errors import UsageError
-from reshard_mpi.planning.needed_ranks import needed_ranks
-from reshard_mpi.planning.replicas import Demands, choose_holders, home_rank
+from reshard_mpi.planning.rank_choice import Demands, choose_holders, home_rank, needed_ranks
 from reshard_mpi.planning.tensor_names import Unlisted
 from reshard_mpi.sharding.layout import Layout, stand_in_shape
 from reshard_mpi.sharding.placement import Piece, Placement

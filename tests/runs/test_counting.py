@@ -18,7 +18,7 @@ from support.oracle import RawLayout
 from support.rank_calls import told_while_transforming
 
 import reshard_mpi
-from reshard_mpi.planning.replicas import Replicas
+from reshard_mpi.planning.rank_choice import Replicas
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.runs import target_writer
 from reshard_mpi.runs.outcome import TargetReport

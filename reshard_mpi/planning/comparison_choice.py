@@ -1,4 +1,4 @@
-"""Choose the shards, tensors and places that a sample compares (`rank_pairs`).
+"""Choose comparisons: of replicas that must be equal (`replicas_to_compare`), of samples of shards (`rank_pairs`).
 
 If a strategy does not fit its checkpoint, ranks that should hold the same part of a tensor hold different ones, or
 ranks that should hold different parts hold the same. Either shows in the shards of two ranks that are neighbours along
@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, islice
 from typing import NamedTuple, TypeVar
 
 from reshard_mpi.formats.tensor_table import TensorTable
+from reshard_mpi.planning.rank_choice import Replicas
 from reshard_mpi.planning.shared_facts import MOMENTS
-from reshard_mpi.planning.tensor_names import find_or_follow
+from reshard_mpi.planning.source_tensors import SourceGroup, TensorPart, parts_meeting
+from reshard_mpi.planning.tensor_names import find_or_follow, is_partial_sum
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.placement import Placement, Shape, unravel
+from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.placement import Piece, Placement, Shape, unravel
 from reshard_mpi.sharding.strategy import Strategy
 
 T = TypeVar("T")
@@ -35,6 +38,134 @@ _MAX_TRIED = 64
 # A checkpoint has few combinations of a mesh and a set of stages. If it has more than this, only some are looked at.
 _MAX_WAYS = 256
 _DIGITS = re.compile(r"\d+")
+_PARTIAL_SUMS = (
+    "they are partial sums of a step that is not finished: save at the end of a step, or say how to join them"
+    " (--accumulated mean or sum)"
+)
+
+_ONE_SCALE = "parts of one quantized weight have scales of their own: they were quantized one by one"
+
+# Identifies the ranks that hold the same parts: equal ones stand for the same ranks.
+Holding = tuple[tuple[Placement, Piece], ...]
+
+
+class ReplicaGroup(NamedTuple):
+    """A region of some tensors whose replicas must be equal."""
+
+    names: tuple[str, ...]  # of the tensors
+    parts: tuple[TensorPart, ...]  # each lies in `region`, and all ranks that hold one of them have a copy
+    region: Box
+    why: str  # what a difference would mean
+    itemsize_bytes: int  # of an element
+    listed: bool = True  # whether the source strategy lists the tensors
+    # instead, no two copies must be the same, unless they are zeros; why: what it would mean if they were
+    expect_distinct: bool = False
+    is_partial: bool = False  # whether each may be a part of a sum, so that one does not stand for the others
+
+    @property
+    def holding(self) -> Holding:
+        return tuple((part.placement, part.piece) for part in self.parts)
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold a copy."""
+        return sum(part.placement.copies for part in self.parts)
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes all copies of all its tensors have."""
+        return len(self.names) * self.copies * self.region.size * self.itemsize_bytes
+
+
+def replicas_to_compare(
+    wanted: Iterable[tuple[Iterable[str], SourceGroup, Layout]],
+    box_of: Callable[[Layout], Box],
+    replicas: Replicas,
+    always: Container[str] = (),
+) -> Iterator[ReplicaGroup]:
+    """Yield the replicas of needed parts to compare: those likely to differ, and with CHECK all others too.
+
+    A tensor that the source strategy does not list should be whole on every rank. If the target strategy cuts it,
+    targets take their parts from different ranks, and these make up one tensor only if all replicas are equal.
+
+    Args:
+        wanted: the names of the tensors of a target, with how the source and how the target hold them.
+        box_of: returns the target's box by the latter.
+        always: names of tensors to compare unless replicas are taken from anywhere.
+    """
+    names_by_key: dict[tuple[tuple[Layout, ...], Layout, str, int, bool], list[str]] = {}
+    for group_names, group, target in wanted:
+        if not group.listed:
+            if not target.placement.is_cut:
+                continue
+            why = "the source strategy does not list it, and the target strategy cuts it"
+        elif group.is_tied:
+            why = "the stages that share the parameter have drifted apart"
+        else:
+            why = "these ranks should hold the same" if replicas is Replicas.CHECK else ""
+        for name in group_names:
+            partial = group.listed and is_partial_sum(name)
+            why_here = why or (_ONE_SCALE if replicas is not Replicas.ANY and name in always else "")
+            if partial or why_here:
+                reason, itemsize_bytes = _PARTIAL_SUMS if partial else why_here, group.dtype.itemsize_bytes
+                key = (group.layouts, target, reason, itemsize_bytes, group.listed)
+                names_by_key.setdefault(key, []).append(name)
+    for (layouts, target, why, itemsize_bytes, listed), names in names_by_key.items():
+        alternatives = [parts_meeting(layout, box_of(target)) for layout in layouts]
+        for region, parts in _shared_regions(alternatives):
+            is_partial = why is _PARTIAL_SUMS
+            alike = ReplicaGroup(tuple(names), parts, region, why, itemsize_bytes, listed, is_partial=is_partial)
+            if alike.copies > 1:
+                yield alike
+
+
+def _shared_regions(alternatives: Iterable[tuple[TensorPart, ...]]) -> Iterator[tuple[Box, tuple[TensorPart, ...]]]:
+    """Yield the regions of the needed parts, each with the parts that have it.
+
+    Args:
+        alternatives: the needed parts, once for each placement of the tensors (stages that share them may cut them
+            differently).
+    """
+    regions: list[tuple[Box, tuple[TensorPart, ...]]] = []
+    for parts in alternatives:
+        if not regions:
+            regions = [(part.region, (part,)) for part in parts]
+            continue
+        regions = [
+            (shared, (*same, part))
+            for region, same in regions
+            for part in parts
+            if (shared := region.intersect(part.region)) is not None
+        ]
+    for region, same in regions:
+        yield region, tuple(part._replace(region=region) for part in same)
+
+
+def partition_for(all_alike: Sequence[ReplicaGroup], process: int, processes: int) -> Iterator[ReplicaGroup]:
+    """Yield process `process`'s share of the comparisons; groups held by the same ranks stay adjacent.
+
+    Args:
+        all_alike: what all targets need, equal in all processes. It is cut into stretches that take as much reading
+            each, so nothing is compared twice and few processes open the same shard.
+    """
+    by_holding: dict[Holding, list[ReplicaGroup]] = {}
+    for alike in all_alike:
+        by_holding.setdefault(alike.holding, []).append(alike)
+    line = [alike for same_holders in by_holding.values() for alike in same_holders]
+    total = sum(len(alike.names) * _weight(alike) for alike in line)
+    start, stop = (total * number // processes for number in (process, process + 1))
+    before = 0  # the weight of all that comes earlier in the line
+    for alike in line:
+        weight = _weight(alike)
+        first, last = (min(max(0, -(-(cut - before) // weight)), len(alike.names)) for cut in (start, stop))
+        if first < last:
+            yield alike if last - first == len(alike.names) else alike._replace(names=alike.names[first:last])
+        before += len(alike.names) * weight
+
+
+def _weight(alike: ReplicaGroup) -> int:
+    """Return how many elements are read to compare one tensor; at least 1 a copy."""
+    return alike.copies * max(1, alike.region.size)
 
 
 class RankPair(NamedTuple):

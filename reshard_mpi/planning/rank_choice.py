@@ -1,13 +1,14 @@
-"""Compute the source ranks of a target rank from the strategies alone (`needed_ranks`)."""
+"""Choose the ranks that are read and written: of replicas (`choose_holders`), for a target (`needed_ranks`)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable
+import zlib
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from enum import StrEnum
 from functools import lru_cache
 from itertools import chain, islice
 
 from reshard_mpi.errors import LayoutError, UsageError
-from reshard_mpi.planning.replicas import choose_holders, home_rank
 from reshard_mpi.planning.tensor_names import (
     Accumulated,
     Unlisted,
@@ -22,8 +23,128 @@ from reshard_mpi.sharding.layout import Layout, alignments, stand_in_shape
 from reshard_mpi.sharding.placement import Piece, Placement
 from reshard_mpi.sharding.strategy import Strategy
 
+Demands = Mapping[Placement, Collection[Piece]]
+ChosenHolders = dict[tuple[Placement, Piece], int]
 # The needed pieces of one parameter, by placement; several if the layout can be divided in several ways (nesting).
 NeededPieces = tuple[tuple[Placement, tuple[Piece, ...]], ...]
+
+
+class Replicas(StrEnum):
+    """Which replicas are compared before one of them is taken: none, a sample of them, or all."""
+
+    ANY = "any"
+    SAMPLE = "sample"
+    CHECK = "check"
+
+
+def home_rank(target_rank: int, targets: int, sources: int) -> int:
+    """Return the source rank that a target prefers to others that hold the same; targets spread evenly over sources."""
+    return target_rank * sources // targets
+
+
+def choose_holders(demands: Demands, home: int, available: Container[int]) -> ChosenHolders:
+    """Return for each demanded piece an `available` rank that holds it, so that few ranks are chosen in all.
+
+    Pieces with the fewest holders come first; what ranks chosen before hold is taken from them, and ranks that turn out
+    to be superfluous are dropped. If stages share a parameter, each of these stages is tried as the preferred one, not
+    only that of `home`. Pieces that no available rank holds are left out.
+    """
+    settled = (_settle(demands, start, available) for start in _starts(demands, home))
+    return _assign(demands, min(settled, key=len), home)
+
+
+def _starts(demands: Demands, home: int) -> list[int]:
+    """Return `home` and, if stages share a parameter, the ranks that have the same place in those stages."""
+    starts = {home: None}
+    for placement in demands:
+        if len(placement.stages) > 1:
+            size = placement.stage_size
+            starts.update((stage * size + home % size, None) for stage in placement.stages)
+    return list(starts)
+
+
+def _settle(demands: Demands, home: int, available: Container[int]) -> list[int]:
+    chosen: dict[int, None] = {}
+    for placement in sorted(demands, key=lambda placement: placement.copies):
+        covered = {placement.piece(rank) for rank in chosen if rank // placement.stage_size in placement.stages}
+        for piece in demands[placement]:
+            if piece not in covered:
+                rank = _available_holder(placement, piece, home, available)
+                if rank is not None:
+                    chosen[rank] = None
+                    covered.add(placement.piece(rank))
+    return _without_superfluous(demands, list(chosen))
+
+
+def _available_holder(placement: Placement, piece: Piece, home: int, available: Container[int]) -> int | None:
+    """Return the available holder of `piece` nearest to `home`, else the first available one, else None."""
+    nearest = placement.holder(piece, home)
+    if nearest in available:
+        return nearest
+    return next((rank for rank in placement.holders(piece) if rank in available), None)
+
+
+def _holders_among(ranks: Collection[int], demands: Demands) -> dict[tuple[Placement, Piece], list[int]]:
+    """Return which of the ranks hold each demanded piece; pieces that none of them holds are left out."""
+    holders: dict[tuple[Placement, Piece], list[int]] = {}
+    for placement, pieces in demands.items():
+        wanted = set(pieces)
+        for rank in ranks:
+            if rank // placement.stage_size in placement.stages:
+                piece = placement.piece(rank)
+                if piece in wanted:
+                    holders.setdefault((placement, piece), []).append(rank)
+    return holders
+
+
+def _without_superfluous(demands: Demands, chosen: list[int]) -> list[int]:
+    serves: dict[int, list[list[int]]] = {rank: [] for rank in chosen}
+    for ranks in _holders_among(chosen, demands).values():
+        for rank in ranks:
+            serves[rank].append(ranks)
+    # Ranks chosen first hold pieces few others hold, so the last chosen are the likelier to be superfluous.
+    for rank in reversed(chosen):
+        if all(len(ranks) > 1 for ranks in serves[rank]):
+            for ranks in serves[rank]:
+                ranks.remove(rank)
+            del serves[rank]
+    return sorted(serves)
+
+
+def _assign(demands: Demands, ranks: list[int], home: int) -> ChosenHolders:
+    choice = {}
+    for (placement, piece), holders in _holders_among(ranks, demands).items():
+        nearest = placement.holder(piece, home)
+        choice[placement, piece] = nearest if nearest in holders else holders[0]
+    return choice
+
+
+def pieces_written_by(rank: int, names: Iterable[str], placement: Placement, *, loose: bool) -> Iterator[str]:
+    """Yield the tensors whose piece this rank writes: of the ranks that hold a piece, one is picked by its name.
+
+    Args:
+        placement: of the tensors, with their dimensions.
+        loose: whether no source strategy places them; then ranks may hold different values, and all of such are taken
+            from the first rank.
+    """
+    piece = placement.piece(rank)
+    is_mine: dict[int, bool] = {}
+    for name in names:
+        number = _writer_number(name, placement, loose=loose)
+        if number not in is_mine:
+            is_mine[number] = placement.nth_holder(piece, number) == rank
+        if is_mine[number]:
+            yield name
+
+
+def writer(name: str, piece: Piece, placement: Placement, *, loose: bool) -> int:
+    """Return the rank that writes a piece of a tensor. placement, loose: as in `pieces_written_by`."""
+    return placement.nth_holder(piece, _writer_number(name, placement, loose=loose))
+
+
+def _writer_number(name: str, placement: Placement, *, loose: bool) -> int:
+    """Return which of the ranks that hold a piece writes it, counted in the order of `Placement.holders`."""
+    return 0 if loose else zlib.crc32(name.encode("utf-8", "surrogatepass")) % placement.copies
 
 
 def check_target_rank(target_rank: int, target: Strategy) -> None:
