@@ -243,8 +243,8 @@ def commit_locked(
             remedy="if an older folder was copied over this one, copy it again, whole; if you know that all targets are"
             f" of this run, remove {COMMIT_RECORD}, and run reshard-mpi commit",
         )
-    size_bytes = sum(record.size_bytes for record in records)
-    times_ns = {record.rank: record.modified_ns for record in records}
+    size_bytes = sum(record.head.size_bytes for record in records)
+    times_ns = {record.rank: record.head.modified_ns for record in records}
     remove_stale(opened.folder, COMMIT_RECORD)
     remove_stale_records(opened.state)
     is_same = (
@@ -263,8 +263,8 @@ def commit_locked(
         withdraw_commit(opened.folder)
         raise
     for record in records:
-        if record.announced is not None:  # its writer died before it could say that the file is in place
-            record._replace(announced=None).publish(opened.state)
+        if record.head.announced is not None:  # its writer died before it could say that the file is in place
+            record._replace(head=record.head._replace(announced=None)).publish(opened.state)
     begun = RunIdentity.recorded(folder / STATE)  # which may name other files of the same strategies
     begun = begun if begun and begun.digest == identity.digest else identity
     for name, content in index.items():
@@ -418,7 +418,7 @@ def _as_text(
         {
             "rank": record.rank,
             "file": record.file,
-            "size_bytes": record.size_bytes,
+            "size_bytes": record.head.size_bytes,
             "read_ranks": record.evidence.read_ranks,
         }
         for record in records

@@ -184,7 +184,7 @@ def complete_record(folder: Path, identity: RunIdentity, target_rank: int) -> Ta
     record = TargetRecord.read(folder / STATE, target_rank)
     if record is None:
         return NOT_WRITTEN
-    if record.digest != identity.digest:
+    if record.head.digest != identity.digest:
         return OF_ANOTHER_RUN
     if "prefix" in identity.facts and not _is_file_of(identity, record):
         return f"has a record of another file, {record.file}"
@@ -192,12 +192,12 @@ def complete_record(folder: Path, identity: RunIdentity, target_rank: int) -> Ta
         size_bytes = version_of(folder / record.file).size_bytes
     except (FileNotFoundError, NotADirectoryError):
         return f"has lost its file {record.file}"
-    if size_bytes != record.size_bytes:
-        return f"has {size_bytes} bytes in {record.file}, not the {record.size_bytes} that were written"
+    if size_bytes != record.head.size_bytes:
+        return f"has {size_bytes} bytes in {record.file}, not the {record.head.size_bytes} that were written"
     head = RecordHead.read(folder / STATE, target_rank)
     if head is not None and head.is_about(folder / record.file):
         return record
-    if record.announced is not None:
+    if record.head.announced is not None:
         return f"was about to be put in the place of {record.file}"
     if _has_lost_its_time(record.head, folder / record.file):
         return f"has another time at {record.file} than its record says"

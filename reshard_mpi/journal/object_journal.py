@@ -48,7 +48,7 @@ from reshard_mpi.journal.run_records import RunIdentity, keep_strategy, strategy
 from reshard_mpi.journal.staged_parts import Begin, StagedParts
 from reshard_mpi.journal.target_folders import uncommit
 from reshard_mpi.journal.target_journal import Journal
-from reshard_mpi.journal.target_records import TargetRecord, TensorSum, sample_of
+from reshard_mpi.journal.target_records import RecordHead, TargetRecord, TensorSum, sample_of
 
 # The name under which an object says, in its metadata, which run has made it.
 _RUN = "reshard-run"
@@ -361,10 +361,9 @@ class ObjectJournal(Journal):
             object_folders.forget_below(self._place)
             uncommit(ObjectFolder.open(self.folder), self._index_files)
         file = path.relative_to(self.folder).as_posix()
-        head = self.identity.digest, target_rank, file, state.size_bytes
-        record = TargetRecord(*head, evidence, tuple(sums), None, besides, state.modified_ns, sample, state.inode)
+        own = self.identity.digest, target_rank, file, state.size_bytes, state.modified_ns
         folder = ObjectFolder(self._state)
-        record.publish(folder)
+        TargetRecord(RecordHead(*own, sample=sample, tag=state.inode), evidence, sums, besides).publish(folder)
         folder.remove(upload_path(self._state, target_rank).name)
 
     def _require_known(self, target_rank: int, path: Path) -> None:

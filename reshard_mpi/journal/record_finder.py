@@ -290,8 +290,8 @@ def damage_by_record(shard: Manifest, record: TargetRecord, recorded: Mapping[st
     A format that packs is given texts to make a file by, which the file does not hold.
     """
     size_bytes = version_of(shard.path).size_bytes
-    if size_bytes != record.size_bytes:
-        expected, got = f"{record.size_bytes} bytes, as it was written", f"{size_bytes}"
+    if size_bytes != record.head.size_bytes:
+        expected, got = f"{record.head.size_bytes} bytes, as it was written", f"{size_bytes}"
         yield DamageError(
             "a shard has another size", expected=expected, got=got, where=shard.path, remedy="restore the file"
         )

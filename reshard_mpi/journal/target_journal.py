@@ -72,7 +72,7 @@ from reshard_mpi.journal.target_folders import (
     target_folder,
     uncommit,
 )
-from reshard_mpi.journal.target_records import TargetRecord, TensorSum, sample_of
+from reshard_mpi.journal.target_records import RecordHead, TargetRecord, TensorSum, sample_of
 
 # Between attempts to take a lock that others have for an instant, to see whether it is held.
 _NAP_SECONDS = 0.002
@@ -296,10 +296,9 @@ class Journal:
         self._require_own(state, target_rank, path)
         self._require_begun()
         version, file = written.version, path.relative_to(self.folder).as_posix()
-        head = self.identity.digest, target_rank, file, version.size_bytes
-        announced, sample = (version.inode, version.modified_ns), sample_of(written)
-        record = TargetRecord(*head, evidence, tuple(sums), announced, besides, version.modified_ns, sample)
-        record.publish(state, synced=False)  # the next is
+        own = self.identity.digest, target_rank, file, version.size_bytes, version.modified_ns
+        head = RecordHead(*own, announced=(version.inode, version.modified_ns), sample=sample_of(written))
+        TargetRecord(head, evidence, tuple(sums), besides).publish(state, synced=False)  # the next is
 
     def _require_begun(self) -> None:
         if not self._is_begun():
@@ -327,8 +326,8 @@ class Journal:
         """
         record = self._record(target_rank)
         if record is not None:
-            modified_ns = os.fstat(descriptor).st_mtime_ns
-            record._replace(announced=None, modified_ns=modified_ns).publish(state)
+            head = record.head._replace(announced=None, modified_ns=os.fstat(descriptor).st_mtime_ns)
+            record._replace(head=head).publish(state)
 
     def _is_begun(self) -> bool:
         """Tell whether the folder's record belongs to this run."""
@@ -364,7 +363,7 @@ class Journal:
 
     def _record(self, target_rank: int) -> TargetRecord | None:
         record = TargetRecord.read(self._state, target_rank)
-        return record if record is not None and record.digest == self.identity.digest else None
+        return record if record is not None and record.head.digest == self.identity.digest else None
 
 
 def _another_choice(ours: str, theirs: str, folder: Path, source: str) -> TargetError:

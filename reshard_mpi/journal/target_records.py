@@ -174,29 +174,25 @@ class RecordHead(NamedTuple):
 
 
 class TargetRecord(NamedTuple):
-    """Records that a target is complete. The first fields are as in its `RecordHead`."""
+    """Records that a target is complete."""
 
-    digest: str
-    rank: int
-    file: str
-    size_bytes: int
+    head: RecordHead
     evidence: TargetInputs
     sums: tuple[TensorSum, ...] = ()  # of its tensors, in file order; none if it was not verified
-    announced: tuple[int, int] | None = None
     # a digest of all of its bytes besides tensors (`formats.structure.digest_besides`); empty if it was not verified
     besides: str = ""
-    modified_ns: int | None = None
-    sample: str | None = None
-    tag: int | None = None
 
     @property
-    def head(self) -> RecordHead:
-        begin = self.digest, self.rank, self.file, self.size_bytes
-        return RecordHead(*begin, self.modified_ns, self.announced, self.sample, self.tag)
+    def rank(self) -> int:
+        return self.head.rank
+
+    @property
+    def file(self) -> str:
+        return self.head.file
 
     def written_ns(self, path: Path) -> int:
         """Return when the target was written, as nanoseconds since 1970: of records that do not say it, by its file."""
-        return version_of(path).modified_ns if self.modified_ns is None else self.modified_ns
+        return version_of(path).modified_ns if self.head.modified_ns is None else self.head.modified_ns
 
     @property
     def is_verified(self) -> bool:
@@ -227,7 +223,7 @@ class TargetRecord(NamedTuple):
             synced: False if it need not survive a loss of power.
         """
         name = record_path(state.path, self.rank).name
-        publish_text(state, name, self.as_text(), synced=synced, modified_ns=self.modified_ns)
+        publish_text(state, name, self.as_text(), synced=synced, modified_ns=self.head.modified_ns)
 
     @classmethod
     def read(cls, state: Path, target_rank: int) -> TargetRecord | None:
@@ -263,7 +259,7 @@ class TargetRecord(NamedTuple):
         if len({part.name for part in sums}) < len(sums):
             raise ValueError("two sums of one tensor")
         besides = record_files.sha256(facts["besides"]) if "besides" in facts else ""
-        return cls(*head[:4], evidence, sums, head.announced, besides, head.modified_ns, head.sample, head.tag)
+        return cls(head, evidence, sums, besides)
 
 
 def checked_rank(value: Any) -> int:

@@ -26,7 +26,7 @@ from reshard_mpi.formats.protocol import seal_file
 from reshard_mpi.formats.safetensors import huggingface as safetensors_index
 from reshard_mpi.journal.provenance import FileState, Sources, TargetInputs, digest_of_texts
 from reshard_mpi.journal.run_records import RunIdentity
-from reshard_mpi.journal.target_records import TargetRecord, TensorSum
+from reshard_mpi.journal.target_records import RecordHead, TargetRecord, TensorSum
 from reshard_mpi.planning.rank_plan import SharedFact, StageDigest
 from reshard_mpi.planning.source_flaws import PrefixDigest
 from reshard_mpi.sharding import mindspore_json, mindspore_layouts, strategy_table, toml_spec
@@ -203,7 +203,8 @@ def records(path: Path) -> Iterator[None]:
     moments, beginnings = (SharedFact("step", "3", "p"),), (PrefixDigest("lr", "00", 1),)
     evidence = TargetInputs((0, 2), StageDigest(0, "0" * 8, 0), moments, beginnings, sources, digest_of_texts({}))
     sums = (TensorSum("w", "float32", (4, 2), (2, 0), (2, 2), 1, loose=False),)
-    record = TargetRecord(identity.digest, 0, "rank_0/checkpoint_0.ckpt", 77, evidence, sums, (5, 6))
+    head = RecordHead(identity.digest, 0, "rank_0/checkpoint_0.ckpt", 77, None, (5, 6))
+    record = TargetRecord(head, evidence, sums)
     path.write_text(record.as_text())
     yield
     target = {"rank": 0, "file": record.file, "size_bytes": 77, "read_ranks": [0]}

@@ -26,7 +26,7 @@ from reshard_mpi.errors import ReshardError
 from reshard_mpi.journal.provenance import TargetInputs
 from reshard_mpi.journal.record_files import RUN_ROOM, read_json, written
 from reshard_mpi.journal.run_records import COMMIT_ROOM, CommitRecord, RunIdentity
-from reshard_mpi.journal.target_records import TARGET_ROOM, TargetRecord, TensorSum
+from reshard_mpi.journal.target_records import TARGET_ROOM, RecordHead, TargetRecord, TensorSum
 from reshard_mpi.planning.rank_plan import StageDigest
 from reshard_mpi.text import MIB
 
@@ -261,9 +261,8 @@ def test_there_is_room_for_what_is_real() -> None:
         f"network.layers.{number // 20}.block_{number % 20}.attention.projection.weight" for number in range(20_001)
     ]
     sums = tuple(TensorSum(name, "bfloat16", (8192, 8192), (0, 4096), (8192, 512), 1 << 31, False) for name in names)
-    record = TargetRecord(
-        "0" * 64, 0, "rank_0/c_0.ckpt", 1 << 40, TargetInputs((0,), StageDigest(0, "0" * 64, 0), (), ()), sums
-    )
+    head = RecordHead("0" * 64, 0, "rank_0/c_0.ckpt", 1 << 40, None)
+    record = TargetRecord(head, TargetInputs((0,), StageDigest(0, "0" * 64, 0), (), ()), sums)
     text = record.as_text()
     assert len(text) * 4 < TARGET_ROOM.file_bytes
     line = '{"rank": 16383, "file": "rank_16383/checkpoint_16383.ckpt", "size_bytes": 1099511627776, "read_ranks": '
