@@ -143,7 +143,7 @@ def _whole_shape(source: SourceCheckpoint, name: str, kind: TensorType) -> tuple
     for rank in sorted(source.files.by_rank):
         manifest = source.find(rank)
         if manifest is not None and name in manifest.tensors:
-            near = next((each for each in placements if source.strategy.stage_of(rank) in each.stages), None)
+            near = source.strategy.of_rank(placements, rank)
             if near is None:
                 return kind.shape  # no strategy places it: it is whole on every rank
             own = manifest.tensors.kind_named(name)
@@ -187,7 +187,7 @@ def _stated_whole(
         manifest = source.find(rank)
         if manifest is None or name not in manifest.tensors or companion.name not in manifest.tensors:
             continue
-        near = next((each for each in placements if source.strategy.stage_of(rank) in each.stages), None)
+        near = source.strategy.of_rank(placements, rank)
         if near is None:
             return stated
         box = Layout(near, whole).box(rank)

@@ -358,10 +358,9 @@ class ShardOpener:
 
         Any stage may hold these.
         """
-        stage = self.target.stage_of(target_rank)
         return self.source.strategy.stages > 1 and any(
             not any(name in manifest.tensors for manifest in manifests.values())
-            and any(stage in placement.stages for placement in placements)
+            and self.target.of_rank(placements, target_rank) is not None
             and not find_or_follow(self.source.strategy, name, lambda _: True)
             for name, placements in self.target.parameters.items()
         )
@@ -385,8 +384,8 @@ class ShardOpener:
             if not missing or glob in self.source.rule_names():  # this one tensor may be in all stages of its rule
                 continue
             names = [glob, *filter(Pattern(glob).matches, self.target.parameters)]
-            holding = [placement.stages for name in names for placement in self.target.find(name)]
-            if holding and not any(self.target.stage_of(target_rank) in stages for stages in holding):
+            holding = [placement for name in names for placement in self.target.find(name)]
+            if holding and self.target.of_rank(holding, target_rank) is None:
                 continue
             damaged = (self.source.lost(rank) for rank in self.source.files.by_rank if source.stage_of(rank) in missing)
             raise CoverageError(

@@ -196,7 +196,7 @@ def needed_ranks(
         origins, placements = _placements(source, target, name, unlisted, every_name)
         if origins and not placements and unlisted is Unlisted.FOLLOW:
             unplaced[origins] = None
-        placement = _of_stage(placements, target, target_rank)
+        placement = target.of_rank(placements, target_rank)
         pair = (origins, placement)
         if placement is None or pair in seen:
             continue
@@ -251,7 +251,7 @@ def joined_ranks(
     ranks: set[int] = set()
     for name in [name for name in every_name if is_partial_sum(name)] or every_name:
         origins, placements = _placements(source, target, name, unlisted, every_name)
-        placement = _of_stage(placements, target, target_rank)
+        placement = target.of_rank(placements, target_rank)
         if placement is None:
             continue
         first = next(placement.holders(placement.piece(target_rank)))
@@ -277,7 +277,7 @@ def wants(
     origins, placements = _placements(source, target, name, unlisted, present)
     if origins and not placements:
         return unlisted is Unlisted.FOLLOW
-    return _of_stage(placements, target, target_rank) is not None
+    return target.of_rank(placements, target_rank) is not None
 
 
 def _one_of_its_stages(
@@ -331,11 +331,6 @@ def _placements(
     if not placements and not (follow and any(origin.is_cut for origin in origins)):
         placements = (everywhere(target),)
     return origins, placements
-
-
-def _of_stage(placements: tuple[Placement, ...], target: Strategy, target_rank: int) -> Placement | None:
-    stage = target.stage_of(target_rank)
-    return next((placement for placement in placements if stage in placement.stages), None)
 
 
 @lru_cache(maxsize=4096)

@@ -251,8 +251,7 @@ class SourceTensors:
         """
         base = next((base for base in named_after(name) if base in self._signatures), None)
         for rank, kind in self._kinds(name).items():
-            stage = self._strategy.stage_of(rank)
-            near = next((placement for placement in placements if stage in placement.stages), None)
+            near = self._strategy.of_rank(placements, rank)
             if near is not None:
                 return (
                     near.optimizer > 1

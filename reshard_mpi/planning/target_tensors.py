@@ -52,7 +52,6 @@ class TargetLayouts:
     def __init__(self, strategy: Strategy, rank: int, tensors: SourceTensors, unlisted: Unlisted) -> None:
         self._strategy = strategy
         self._rank = rank
-        self._stage = strategy.stage_of(rank)
         self._tensors = tensors
         self._unlisted = unlisted
         self._boxes: dict[Layout, Box] = {}
@@ -80,7 +79,7 @@ class TargetLayouts:
                 remedy="add it to the target strategy, or use --unlisted replicate or --unlisted drop",
             )
         placements = placements or (everywhere(self._strategy),)
-        placement = next((option for option in placements if self._stage in option.stages), None)
+        placement = self._strategy.of_rank(placements, self._rank)
         if placement is None:
             return None
         if group.has_whole_sums:
@@ -295,7 +294,7 @@ class TargetTensors:
             if name in self.tensors and (not self.source_strategy.find(name) or self.tensors.group(name).listed):
                 continue
             if self.layouts.lists(name):
-                here = any(self.stage in placement.stages for placement in self.strategy.find(name))
+                here = self.strategy.of_rank(self.strategy.find(name), self.rank) is not None
             else:
                 here = wants(self.source_strategy, self.strategy, self.rank, name, self.policy.unlisted, self.tensors)
             if here:

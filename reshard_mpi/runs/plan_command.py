@@ -61,7 +61,7 @@ def shown_rules(
     for rule, name in sorted(examples.items()):
         glob = strategy.rules[rule][0]
         rank, shape = shapes[name]
-        placement = next((p for p in strategy.find(name) if strategy.stage_of(rank) in p.stages), None)
+        placement = strategy.of_rank(strategy.find(name), rank)
         if placement is None or not placement.is_cut:
             continue
         part = f"by rule {glob!r}, {name!r} of shape {list(shape)} on a rank"

@@ -8,7 +8,7 @@ searched once for each part. The first that matches counts.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import translate
 from functools import cached_property
 from operator import itemgetter
@@ -97,6 +97,11 @@ class Strategy:
 
     def stage_of(self, rank: int) -> int:
         return rank // self.stage_size
+
+    def of_rank(self, placements: Iterable[Placement], rank: int) -> Placement | None:
+        """Return the one of a parameter's placements that a rank has; None if its stage does not hold the parameter."""
+        stage = self.stage_of(rank)
+        return next((placement for placement in placements if stage in placement.stages), None)
 
     def ranks_of(self, stage: int) -> range:
         return range(stage * self.stage_size, (stage + 1) * self.stage_size)
