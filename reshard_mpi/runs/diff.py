@@ -136,8 +136,7 @@ def _planned(
 ) -> tuple[DiffSide, DiffSide, Outcome]:
     """Return both sides, planned, and an outcome with the notes and warnings on them."""
     governor, purpose = memory.open(), f"comparing {request.source} with {request.target}"
-    named = (request.src_strategy, request.dst_strategy) if strategies is None else ()
-    memory.reserve_for_reading(named, purpose)
+    memory.reserve_for_reading(request, strategies, purpose)
     read = strategies or Strategies.read(request)
     first_files = request.shard_files()
     second_files = discovery.find_shards(request.target, role="other")
@@ -149,7 +148,7 @@ def _planned(
             where=second_files.path,
             remedy="compare them the other way round",
         )
-    memory.reserve_for_reading(named, purpose, first_files.format, second_files.format)
+    memory.reserve_for_reading(request, strategies, purpose, first_files.format, second_files.format)
     given = None if request.dst_strategy is None else read.target
     sources = open_source(first_files, read.source), open_source(second_files, given)
     policy = Policy(replicas=request.replicas, accumulated=request.accumulated)

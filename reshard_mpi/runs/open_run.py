@@ -189,12 +189,10 @@ def open_run(
     Raises a ReshardError for what is wrong with the request, its files, or both together.
     """
     purpose = planning_purpose(request)
-    to_read = (request.src_strategy, request.dst_strategy) if strategies is None else ()
-    memory.open()
-    memory.reserve_for_reading(to_read, purpose)
-    strategies = strategies or Strategies.read(request)
+    memory.reserve_for_reading(request, strategies, purpose)
+    read = strategies or Strategies.read(request)
     if request.files is not None:
-        strategies = strategies._replace(target=strategy_of(list(request.files.held.values())))
+        read = read._replace(target=strategy_of(list(request.files.held.values())))
     request.require_list_to_drop_by()
     _check_prefix(request.prefix)
     shards = request.shard_files()
@@ -203,16 +201,16 @@ def open_run(
     # Only some of millions of targets are looked at, and only later where it is not known yet how many there are.
     is_sampled = request.part is not None or traits.split_by_size or traits.packs
     if not is_sampled:
-        ranks = request.rank if request.rank is not None else range(strategies.target.world_size)
-        _refuse_overlap(request, shards, name, ranks, strategies.target)
-    memory.reserve_for_reading(to_read, purpose, shards.format)
-    source = open_source(shards, strategies.source, known_damage)
+        ranks = request.rank if request.rank is not None else range(read.target.world_size)
+        _refuse_overlap(request, shards, name, ranks, read.target)
+    memory.reserve_for_reading(request, strategies, purpose, shards.format)
+    source = open_source(shards, read.source, known_damage)
     source_commit = _source_commit(source) if request.verify else None
     # One copy of a tensor does not stand for others whose shards have no records.
     replicas = request.replicas if source_commit is None else Replicas.CHECK
     conversion = Conversion(
         source,
-        strategies.target,
+        read.target,
         Policy(request.unlisted, request.strict, replicas, request.accumulated),
         keeps_strings=traits.keeps_strings,
         keeps_strategy=traits.describes_itself,
@@ -232,22 +230,22 @@ def open_run(
         reserve_for_planning()
         packed = conversion.view.packed
         request = request._replace(prefix=packed.prefix)
-        strategies = strategies._replace(target=Strategy(len(packed.files), 1, {}))  # which file has what is known
-        conversion = conversion.to(strategies.target)
+        read = read._replace(target=Strategy(len(packed.files), 1, {}))  # which file has what is known
+        conversion = conversion.to(read.target)
     if traits.split_by_size:
         reserve_for_planning()
         whole = conversion.plan(0, checked=False).tensors.specs
-        strategies = strategies._replace(target=strategy_of(filled_files(whole, request.most_file_bytes)))
-        conversion = conversion.to(strategies.target)
+        read = read._replace(target=strategy_of(filled_files(whole, request.most_file_bytes)))
+        conversion = conversion.to(read.target)
     targets = chosen_targets(request, conversion)
     if is_sampled:
-        _refuse_overlap(request, shards, name, targets, strategies.target)
+        _refuse_overlap(request, shards, name, targets, read.target)
     _require_writable(request, name)
     memory.on_memory_released(conversion.forget)
     most_planned = len(targets) if most_planned is None else most_planned
     reserve_for_planning(most_planned)
     conversion.require_fitting_strategies()
-    return Run(request, conversion, name, targets, strategies, map_digests, source_commit)
+    return Run(request, conversion, name, targets, read, map_digests, source_commit)
 
 
 def _source_commit(source: SourceCheckpoint) -> CommitRecord | None:

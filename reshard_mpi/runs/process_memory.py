@@ -30,6 +30,7 @@ from reshard_mpi.text import KIB, MIB
 if TYPE_CHECKING:
     from reshard_mpi.formats.registry import FormatInfo
     from reshard_mpi.runs.check_sums import Summing
+    from reshard_mpi.runs.request import Request, Strategies
 
 # An interpreter with the modules that plan and move bytes, and a thread; what numpy adds, and what MPI adds.
 INTERPRETER_BYTES = 28 * MIB
@@ -325,10 +326,19 @@ class RunMemory:
         self._on_memory_released = list(free)
 
     def reserve_for_reading(
-        self, strategies: Iterable[str | os.PathLike[str] | None], purpose: str, *source_formats: str
+        self, request: Request, strategies: Strategies | None, purpose: str, *source_formats: str
     ) -> None:
-        """Wait for the memory to read strategies and, for given source formats, the first shards."""
-        self.reserve_for_copying(opening_bytes(strategies, *source_formats), purpose)
+        """Wait for the memory to read the strategies of a request and, for given source formats, the first shards.
+
+        Args:
+            strategies: those of the request, if they have been read already.
+        """
+        to_read = (request.src_strategy, request.dst_strategy) if strategies is None else ()
+        self.reserve_for_copying(opening_bytes(to_read, *source_formats), purpose)
+
+    def reserve_for_checking(self, source_format: str, purpose: str, summing: Summing) -> None:
+        """Wait for the memory to check a shard against its own sums, beside what was planned."""
+        self.reserve_for_copying(max(self.projection.gathering_bytes, checking_bytes(source_format, summing)), purpose)
 
     def reserve_for_planning(self, work: Workload, purpose: str) -> Projection:
         """Wait for the memory to read the shards of a conversion and to plan its targets; return the projection."""

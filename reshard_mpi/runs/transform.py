@@ -40,7 +40,7 @@ from reshard_mpi.planning.tensor_names import Accumulated
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Outcome, attempt, raise_first_failure, record_of, together
 from reshard_mpi.runs.plan_conversion import Conversion
-from reshard_mpi.runs.process_memory import RunMemory, Workload, checking_bytes
+from reshard_mpi.runs.process_memory import RunMemory, Workload
 from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, ProgressStage, SliceCounter
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.target_places import require_room
@@ -183,15 +183,11 @@ def _check_sources(
         sizes: of all shards to check, in bytes by rank.
         to_read: the ranks whose tensors are summed; of others, all else is checked.
     """
-    from reshard_mpi.runs.check_sums import Summing, damage_of
+    from reshard_mpi.runs.check_sums import damage_of
 
     conversion = plans.run.conversion
-    source = conversion.source
-
-    def before_sums(summing: Summing) -> None:
-        peak_bytes = max(memory.projection.gathering_bytes, checking_bytes(source.files.format, summing))
-        memory.reserve_for_copying(peak_bytes, f"checking {plans.run.request.source}")
-
+    source, purpose = conversion.source, f"checking {plans.run.request.source}"
+    before_sums = partial(memory.reserve_for_checking, source.files.format, purpose)
     mine = dict(list(sizes.items())[comm.rank :: comm.size])
     all_bytes, own_bytes = (sum(of[rank] for rank in of if rank in to_read) for of in (sizes, mine))
     progress.begin(ProgressStage("checking sources", all_bytes, len(sizes), "shard"), own_bytes)

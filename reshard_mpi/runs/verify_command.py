@@ -129,11 +129,7 @@ class _ComparedCheckpoints(NamedTuple):
     def _unfit(self, plan: RankPlan, looked_at: Collection[int], memory: RunMemory) -> dict[int, ReshardError]:
         """Return the errors of shards of `plan` that do not fit their kept sums, without those in `looked_at`."""
         source = self.conversion.source
-
-        def before_sums(summing: Summing) -> None:
-            peak_bytes = max(memory.projection.gathering_bytes, checking_bytes(source.files.format, summing))
-            memory.reserve_for_copying(peak_bytes, f"checking {source.files.path}")
-
+        before_sums = partial(memory.reserve_for_checking, source.files.format, f"checking {source.files.path}")
         silent = Progress(Words(complain))
         ranks = [rank for rank in plan.read_ranks if rank not in looked_at]
         errors = {rank: damage_of(source, rank, 0, LIMITS, before_sums, silent) for rank in ranks}
@@ -170,12 +166,11 @@ def _opened_pair(
     """Open both checkpoints, with memory enough to plan."""
     purpose = f"verifying {request.target}"
     governor = memory.open()
-    named = (request.src_strategy, request.dst_strategy) if strategies is None else ()
-    memory.reserve_for_reading(named, purpose)
+    memory.reserve_for_reading(request, strategies, purpose)
     read = strategies or Strategies.read(request)
     require_reachable(request.target)
     files, target_files = request.shard_files(), discovery.find_shards(request.target, role="target")
-    memory.reserve_for_reading(named, purpose, files.format, target_files.format)
+    memory.reserve_for_reading(request, strategies, purpose, files.format, target_files.format)
     source = open_source(files, read.source)
     run = recorded_run(target_files)
     request, made_so = as_made(request, run, target_files.path)

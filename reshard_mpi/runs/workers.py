@@ -93,9 +93,7 @@ def _run_here(
     request: Request, jobs: int | None, progress: Progress, work: Task, memory: RunMemory, caller: Channel | None
 ) -> Outcome:
     """Be the parent of the workers, in this process."""
-    memory.reserve_for_reading(
-        (request.src_strategy, request.dst_strategy), f"reading the strategies of {request.source}"
-    )
+    memory.reserve_for_reading(request, None, f"reading the strategies of {request.source}")
     look_around(request, is_target_read=work is not Task.CONVERT)  # workers that are forked know what it has listed
     strategies = _read(request)
     work.load()  # once, before workers are forked

@@ -144,8 +144,7 @@ def open_audited(
     Raises a ReshardError if it cannot be planned.
     """
     governor, purpose = memory.open(), f"auditing {request.source}"
-    named = (request.src_strategy,) if strategies is None else ()
-    memory.reserve_for_reading(named, purpose, files.format)
+    memory.reserve_for_reading(request, strategies, purpose, files.format)
     read = strategies or Strategies.read(request)
     source = open_source(files, read.source)
     conversion = Conversion(source, unsharded(), Policy(replicas=request.replicas, allows_holes=True))
