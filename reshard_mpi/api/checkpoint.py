@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import zip_longest
@@ -175,7 +176,7 @@ class Tensor:
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _tensor_again, (self._checkpoint, self.name)
+        return operator.getitem, (self._checkpoint, self.name)
 
 
 # The folder of a source, its files, and the digests of what it is read by.
@@ -400,10 +401,6 @@ def require_same_state(expected: State, got: State) -> None:
             where=got[0],
             remedy="choose the checkpoint (--select) while others are saved beside it; copies need their times (cp -p)",
         )
-
-
-def _tensor_again(checkpoint: Checkpoint, name: str) -> Tensor:
-    return checkpoint[name]
 
 
 def _like(name: object, names: Mapping[str, object]) -> str:

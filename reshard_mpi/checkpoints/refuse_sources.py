@@ -288,7 +288,7 @@ def _has_parameters(folder: str, names: Sequence[str] | None = None) -> bool:
 def _megatron(folder: str, format_name: str | None) -> _ForeignFolder | None:
     """Return the kind of a folder of Megatron in a form that is not read; None if it is not one."""
     names = source_files.names(folder, ())
-    if _is_zarr(folder, names):
+    if _SETTINGS in names and _ZARR in source_files.first_bytes(Path(folder, _SETTINGS), _SETTINGS_BYTES, b""):
         return _ForeignFolder(
             "a Megatron checkpoint in zarr", "arrays of zarr", "load it with Megatron, and save it as torch_dist"
         )
@@ -304,7 +304,3 @@ def _megatron(folder: str, format_name: str | None) -> _ForeignFolder | None:
         remedy = f"give the folder of all ranks, {Path(folder).parent}; or {_MEGATRON_FILE} for this rank's weights"
         return _ForeignFolder("one rank of a Megatron checkpoint", what, remedy)
     return None
-
-
-def _is_zarr(folder: str, names: Sequence[str]) -> bool:
-    return _SETTINGS in names and _ZARR in source_files.first_bytes(Path(folder, _SETTINGS), _SETTINGS_BYTES, b"")

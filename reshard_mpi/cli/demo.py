@@ -110,17 +110,14 @@ def _shared_folder(folder: str | None, comm: Comm) -> Iterator[Path]:
 
 
 def _strategies() -> tuple[Strategy, Strategy]:
-    source = {name: _SOURCE.get(name, _replicated(shape)) for name, shape in _SHAPES.items()}
+    mesh = _SOURCE_OTHERS.mesh
+    source = {name: _SOURCE.get(name, Placement(mesh, ((),) * len(shape))) for name, shape in _SHAPES.items()}
     both = []
     for ranks, placements in ((8, source), (4, _TARGET)):
         named = {name: (placement,) for name, placement in placements.items()}
         momentum = {f"moments.{name}": placement for name, placement in named.items()}
         both.append(Strategy(ranks, 1, {**named, **momentum}))
     return both[0], both[1]
-
-
-def _replicated(shape: tuple[int, ...]) -> Placement:
-    return Placement(_SOURCE_OTHERS.mesh, ((),) * len(shape))
 
 
 def _tensors() -> Float32Arrays:

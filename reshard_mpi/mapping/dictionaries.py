@@ -233,19 +233,9 @@ def _has_lost_its_model(
     become_whole = target.has_whole(own.parameters) and not source.has_whole(of_source.parameters)
     if not homes and (before or become_whole or of_source.form is Form.NUMBERS):
         return True
+    pairs = [*zip(own.parameters, of_source.parameters)]
     return is_shared and any(
         len(own.parameters) != len(of_source.parameters)
-        or not any(_is_made_of(new, own.parameters, old, of_source.parameters, sources_of) for new in homes)
+        or not any(all(f"{old}{of}" in sources_of.get(f"{new}{name}", ()) for name, of in pairs) for new in homes)
         for old in before
     )
-
-
-def _is_made_of(
-    home: str,
-    names: Iterable[str],
-    old_home: str,
-    old_names: Iterable[str],
-    sources_of: Mapping[str, Collection[str]],
-) -> bool:
-    """Tell whether each parameter in a dictionary of the target is made of the one in a dictionary of the source."""
-    return all(f"{old_home}{old}" in sources_of.get(f"{home}{name}", ()) for name, old in zip(names, old_names))

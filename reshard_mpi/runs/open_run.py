@@ -188,7 +188,9 @@ def open_run(
 
     Raises a ReshardError for what is wrong with the request, its files, or both together.
     """
-    purpose = planning_purpose(request)
+    purpose = (
+        f"planning {request.target} from {request.source}" if request.target else f"planning from {request.source}"
+    )
     memory.reserve_for_reading(request, strategies, purpose)
     read = strategies or Strategies.read(request)
     if request.files is not None:
@@ -268,11 +270,6 @@ def open_for_planning(request: Request, memory: RunMemory, *, most_planned: int)
     # Of a million targets only the requested ones are looked at, and these are known later.
     first = request if request.rank is not None else request._replace(rank=(0,))
     return open_run(first, memory, most_planned=most_planned)
-
-
-def planning_purpose(request: Request) -> str:
-    """Say for what memory is asked while a run is planned."""
-    return f"planning {request.target} from {request.source}" if request.target else f"planning from {request.source}"
 
 
 def _require_writable(request: Request, format_name: str) -> None:
