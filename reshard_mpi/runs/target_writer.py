@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard_mpi import formats
-from reshard_mpi.engine.open_files import OnBytes, Staging, sync_and_drop_cache
+from reshard_mpi.engine.open_files import Staging, sync_and_drop_cache
 from reshard_mpi.engine.shard_transfer import Span, last_of, write_shard
 from reshard_mpi.errors import ShardError, TransformError, told
 from reshard_mpi.filesystem.paths import is_object_path
@@ -19,7 +19,7 @@ from reshard_mpi.formats.protocol import Format
 from reshard_mpi.formats.structure import digest_besides
 from reshard_mpi.journal.publication import Publication
 from reshard_mpi.journal.target_records import TensorSum
-from reshard_mpi.planning.rank_plan import Limits, RankPlan
+from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Outcome, Overflow, TargetReport, attempt, joined
 from reshard_mpi.runs.process_memory import RunMemory
@@ -29,7 +29,6 @@ from reshard_mpi.runs.target_plans import TargetPlans
 if TYPE_CHECKING:
     from reshard_mpi.engine.checksums import Shown
     from reshard_mpi.engine.source_ranges import SharedReading
-    from reshard_mpi.filesystem.read_ahead import ReadAhead
     from reshard_mpi.journal.staged_parts import StagedParts
     from reshard_mpi.runs.recorded_runs import RecordedTensor
 
@@ -67,35 +66,6 @@ class ShareReport(NamedTuple):
     seconds: float = 0.0
     overflows: tuple[Overflow, ...] = ()
     sums: tuple[TensorSum, ...] = ()  # of the tensors
-
-
-def fill_file(
-    plan: RankPlan,
-    manifest: Manifest,
-    descriptor: int,
-    span: Span | None,
-    limits: Limits,
-    on_bytes: OnBytes,
-    staging: Staging | None = None,
-    ahead: ReadAhead | None = None,
-) -> Generator[float, None, ShareReport]:
-    """Write the payloads of `plan` to a file that has been reserved; yield after each step the share that is written.
-
-    Args:
-        span: only this range of it; None: all.
-        on_bytes, staging, ahead: as for `write_shard`.
-    """
-    begin = time.monotonic()
-    traffic = yield from write_shard(
-        plan, manifest, descriptor, span=span, limits=limits, on_bytes=on_bytes, staging=staging, ahead=ahead
-    )
-    seconds = time.monotonic() - begin
-    overflows = tuple(
-        Overflow(spec.name, spec.dtype.name, traffic.overflows[spec.name])
-        for spec in (plan.tensors.specs if traffic.overflows else ())
-        if spec.name in traffic.overflows
-    )
-    return ShareReport(plan.target_rank, 0.0, traffic.requested_bytes, 0, traffic.mapped_bytes, seconds, overflows)
 
 
 T = TypeVar("T")
@@ -203,8 +173,29 @@ class Writer:
         staging: Staging | None,
         reading: SharedReading | None,
     ) -> Generator[float, None, ShareReport]:
-        ahead = None if reading is None else reading.ahead
-        return fill_file(plan, manifest, descriptor, span, self._limits, self._progress.moved, staging, ahead)
+        """Write payloads to a file that has been reserved; yield after each step the share that is written.
+
+        Args:
+            span: only this range of the file; None: all.
+        """
+        begin = time.monotonic()
+        traffic = yield from write_shard(
+            plan,
+            manifest,
+            descriptor,
+            span=span,
+            limits=self._limits,
+            on_bytes=self._progress.moved,
+            staging=staging,
+            ahead=None if reading is None else reading.ahead,
+        )
+        seconds = time.monotonic() - begin
+        overflows = tuple(
+            Overflow(spec.name, spec.dtype.name, traffic.overflows[spec.name])
+            for spec in (plan.tensors.specs if traffic.overflows else ())
+            if spec.name in traffic.overflows
+        )
+        return ShareReport(plan.target_rank, 0.0, traffic.requested_bytes, 0, traffic.mapped_bytes, seconds, overflows)
 
     def verify(
         self,

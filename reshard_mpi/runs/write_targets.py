@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from reshard_mpi.engine.shard_transfer import Span
 from reshard_mpi.errors import DisagreementError, TransformError
 from reshard_mpi.filesystem.folders import FileIdentity
 from reshard_mpi.formats.manifest import Manifest
@@ -127,9 +128,8 @@ class SharedTargets:
         """Fill this process's shares of the targets that have been reserved."""
 
         def fill(
-            share: TargetSlice, plan: RankPlan, manifest: Manifest, descriptor: int, waited_seconds: float
+            share: TargetSlice, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span, waited_seconds: float
         ) -> FillReport:
-            span = share.range_of(os.fstat(descriptor).st_size)
             self._progress.display.started(share.target)
             filled = self._writer.fill_span(plan, manifest, descriptor, span)
             return FillReport(filled=(filled._replace(waited_seconds=waited_seconds),))
@@ -140,9 +140,8 @@ class SharedTargets:
         """Compare this process's shares of the targets that all have filled with their sources."""
 
         def verify(
-            share: TargetSlice, plan: RankPlan, manifest: Manifest, descriptor: int, waited_seconds: float
+            share: TargetSlice, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span, waited_seconds: float
         ) -> FillReport:
-            span = share.range_of(os.fstat(descriptor).st_size)
             sums = self._writer.verify(plan, manifest, descriptor, span, share.bytes_of(plan.written_bytes))
             return FillReport(verified=(ShareReport(share.target, waited_seconds, sums=sums),))
 
@@ -155,12 +154,13 @@ class SharedTargets:
         self,
         shares: Iterable[TargetSlice],
         reservations: Mapping[int, Reserved],
-        do: Callable[[TargetSlice, RankPlan, Manifest, int, float], FillReport],
+        do: Callable[[TargetSlice, RankPlan, Manifest, int, Span, float], FillReport],
     ) -> FillReport:
         """Apply a function to each share whose target has been reserved; return the joined results.
 
         Args:
-            do: takes the share, the target's plan and manifest, its open file, and for how long memory was waited for.
+            do: takes the share, the target's plan and manifest, its open file, the share's range in it, and how long
+                memory was waited for.
         """
 
         def do_one(share: TargetSlice, rank: int) -> FillReport:
@@ -169,7 +169,8 @@ class SharedTargets:
             manifest = reserved.manifest()
             _require_planned_alike(plan, manifest, self._run.request.source)
             with self._opened(rank, reserved) as descriptor:
-                report = do(share, plan, manifest, descriptor, waited_seconds)
+                span = share.range_of(os.fstat(descriptor).st_size)
+                report = do(share, plan, manifest, descriptor, span, waited_seconds)
             # Whoever leads the target has looked at the sources at another time.
             self._plans.inputs[rank].require_sources_unchanged(rank)
             return report

@@ -120,14 +120,14 @@ SWAP = """
 import os
 from reshard_mpi.runs import target_writer
 
-fill = target_writer.fill_file
+write = target_writer.write_shard
 
-def swap(plan, manifest, descriptor, *more):
+def swap(plan, manifest, descriptor, **more):
     {before}
-    filled = yield from fill(plan, manifest, descriptor, *more)
+    written = yield from write(plan, manifest, descriptor, **more)
     {after}
-    return filled
-target_writer.fill_file = swap
+    return written
+target_writer.write_shard = swap
 """
 PARTIAL = "os.unlink(manifest.path); os.symlink({private!r}, manifest.path)"
 FOLDER = (

@@ -42,10 +42,10 @@ def test_a_target_that_fails_leaves_the_others_alone(
     local: LocalObjects, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     """Before it has written anything, or when all have written a part; a later run makes it."""
-    fill = target_writer.fill_file
+    fill = target_writer.write_shard
 
-    def spoiled(plan: Any, *more: Any) -> Generator[float, None, Any]:
-        steps = fill(plan, *more)
+    def spoiled(plan: Any, *more: Any, **by_name: Any) -> Generator[float, None, Any]:
+        steps = fill(plan, *more, **by_name)
         for _ in range(step if plan.target_rank == 2 else 0):
             yield next(steps)
         if plan.target_rank == 2:
@@ -53,7 +53,7 @@ def test_a_target_that_fails_leaves_the_others_alone(
         return (yield from steps)
 
     with monkeypatch.context() as patch:
-        patch.setattr(target_writer, "fill_file", spoiled)
+        patch.setattr(target_writer, "write_shard", spoiled)
         finished = run_here("transform", *words(local))
     assert finished.code == 4 and "target 2" in finished.err, finished
     written = shards(local.folder / "dst")
@@ -67,17 +67,17 @@ def test_a_target_that_fails_leaves_the_others_alone(
 
 def test_a_signal_ends_all(local: LocalObjects, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing half-written stays under any name, and the same command goes on."""
-    fill = target_writer.fill_file
+    fill = target_writer.write_shard
 
-    def stopped(plan: Any, *more: Any) -> Generator[float, None, Any]:
-        steps = fill(plan, *more)
+    def stopped(plan: Any, *more: Any, **by_name: Any) -> Generator[float, None, Any]:
+        steps = fill(plan, *more, **by_name)
         yield next(steps)
         if plan.target_rank == 1:
             raise KeyboardInterrupt
         return (yield from steps)
 
     with monkeypatch.context() as patch:
-        patch.setattr(target_writer, "fill_file", stopped)
+        patch.setattr(target_writer, "write_shard", stopped)
         assert run_here("transform", *words(local)).code == 130
     assert not list((local.folder / "dst").glob("rank_*/*"))
     done("transform", *words(local, "--resume"))

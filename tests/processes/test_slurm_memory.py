@@ -36,7 +36,7 @@ from reshard_mpi.runs import target_writer
 from reshard_mpi.engine import open_files
 from reshard_mpi.planning.rank_plan import Limits
 
-map_window, fill, turns = open_files.Files.window, target_writer.fill_file, []
+map_window, fill, turns = open_files.Files.window, target_writer.write_shard, []
 
 @contextlib.contextmanager
 def window(self, part, requested_bytes):
@@ -60,11 +60,11 @@ open_files.Files.window = window
 
 # The same, with nothing to bound what is mapped at once.
 _UNBOUNDED = """
-def unbounded(plan, manifest, descriptor, span, limits, *more):
+def unbounded(plan, manifest, descriptor, **more):
     limits = Limits(buffer_bytes=1 << 31, window_bytes=1 << 31)
-    return fill(plan, manifest, descriptor, span, limits, *more)
+    return fill(plan, manifest, descriptor, **{**more, "limits": limits})
 
-target_writer.fill_file = unbounded
+target_writer.write_shard = unbounded
 """
 
 

@@ -145,16 +145,16 @@ def said_by(c: Conversion, *, journal: bool) -> str:
 def test_a_source_that_is_saved_over_while_it_is_read(
     c: Conversion, monkeypatch: pytest.MonkeyPatch, journal: bool
 ) -> None:
-    fill = target_writer.fill_file
+    fill = target_writer.write_shard
 
-    def save_over(plan, *arguments):
-        filled = yield from fill(plan, *arguments)
+    def save_over(plan, *arguments, **by_name):
+        filled = yield from fill(plan, *arguments, **by_name)
         if plan.target_rank == 1:
             later(c, 3)
         return filled
 
     with monkeypatch.context() as patched:
-        patched.setattr(target_writer, "fill_file", save_over)
+        patched.setattr(target_writer, "write_shard", save_over)
         message = said_by(c, journal=journal)
     assert not journal or "1 of 2 targets failed" in message
     assert "sources of target rank 1 were changed while it was written" in message and "rank_3/checkpoint_3" in message
@@ -189,14 +189,14 @@ def test_what_only_a_look_at_the_same_way_and_time_shows(
     os.utime(tmp_path / "other" / "rank_2" / original.shard(2).name, ns=(1, 1))
     (tmp_path / "latest").symlink_to(original.src.name)
     c = original.but(src=tmp_path / "latest")
-    fill = target_writer.fill_file
+    fill = target_writer.write_shard
 
-    def change_then_fill(plan, *arguments):
+    def change_then_fill(plan, *arguments, **by_name):
         if plan.target_rank == 1:
             change(c)
-        return fill(plan, *arguments)
+        return fill(plan, *arguments, **by_name)
 
-    monkeypatch.setattr(target_writer, "fill_file", change_then_fill)
+    monkeypatch.setattr(target_writer, "write_shard", change_then_fill)
     message = said_by(c, journal=journal)
     assert "sources of target rank 1 were changed while it was written" in message, message
     assert ("but written or replaced since" in message) == (change is in_place)
@@ -425,17 +425,17 @@ def test_sources_that_are_gone_when_others_have_got_other_rights(c: Conversion) 
 def test_a_source_that_is_written_to_and_then_taken_away_while_it_is_read(
     c: Conversion, monkeypatch: pytest.MonkeyPatch, journal: bool
 ) -> None:
-    fill = target_writer.fill_file
+    fill = target_writer.write_shard
 
-    def change_fill_and_take_away(plan, *arguments):
+    def change_fill_and_take_away(plan, *arguments, **by_name):
         if plan.target_rank != 1:
-            return (yield from fill(plan, *arguments))
+            return (yield from fill(plan, *arguments, **by_name))
         in_place(c)
-        filled = yield from fill(plan, *arguments)
+        filled = yield from fill(plan, *arguments, **by_name)
         c.src.rename(c.folder / "elsewhere")
         return filled
 
-    monkeypatch.setattr(target_writer, "fill_file", change_fill_and_take_away)
+    monkeypatch.setattr(target_writer, "write_shard", change_fill_and_take_away)
     message = said_by(c, journal=journal)
     assert "sources of target rank 1 were changed while it was written" in message and "got: nothing" in message, (
         message

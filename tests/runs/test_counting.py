@@ -151,10 +151,10 @@ def test_a_comparison(c: Conversion) -> None:
 
 def test_a_target_that_fails_is_not_counted_as_complete(c: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
 
-    def fail(plan: Any, *_: Any) -> Any:
+    def fail(plan: Any, *_: Any, **by_name: Any) -> Any:
         raise OSError(5, "a disk", str(plan.target_rank))
 
-    monkeypatch.setattr(target_writer, "fill_file", fail)
+    monkeypatch.setattr(target_writer, "write_shard", fail)
     counting = Counting()
     outcome = Task.CONVERT.run(request(c), SerialComm(), counting)
     assert len(outcome.failures) == 2 and (counting.bytes[-1], counting.units[-1]) == ([0, 0, 0, 0], 0)

@@ -287,10 +287,10 @@ def test_files_that_are_there_are_replaced_and_a_failure_leaves_no_map(
     unified_safetensors(c.src, c.src_strategy, c.dst)
     assert (c.dst / "part0.safetensors").stat().st_ino != before
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **by_name: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(target_writer, "fill_file", fail)
+    monkeypatch.setattr(target_writer, "write_shard", fail)
     with pytest.raises(ReshardError, match="No space left"):
         unified_safetensors(c.src, c.src_strategy, c.dst, max_process_num=1)
     assert not (c.dst / "param_name_map.json").exists() and (c.dst / "part0.safetensors").exists()

@@ -14,14 +14,14 @@ from reshard_mpi.runs import scheduling as division, target_writer
 
 division.CUT_BYTES = 16  # so that the small files here are filled by several processes
 
-fill = target_writer.fill_file
+fill = target_writer.write_shard
 
-def stand_in(plan, manifest, descriptor, span, *more):
-    filled = yield from fill(plan, manifest, descriptor, span, *more)
+def stand_in(plan, manifest, descriptor, *, span, **more):
+    filled = yield from fill(plan, manifest, descriptor, span=span, **more)
     if {when}:
         {do}
     return filled
-target_writer.fill_file = stand_in
+target_writer.write_shard = stand_in
 """
 
 
