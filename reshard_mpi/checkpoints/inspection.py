@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from reshard_mpi.checkpoints import discovery, shard_files
 from reshard_mpi.checkpoints.contents import contents_of, steps_of, values_of
 from reshard_mpi.checkpoints.refuse_sources import ForeignCheckpointError
 from reshard_mpi.checkpoints.shard_files import in_its_rank
-from reshard_mpi.checkpoints.source import locate
+from reshard_mpi.checkpoints.source import manifests_of
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.filesystem.paths import is_object_path, kind_of_file
@@ -214,22 +214,6 @@ def _checkpoint(files: shard_files.ShardFiles, wanted: _TensorFilter) -> dict[st
         "notes": [*files.notes, *([] if formats.info(files.format).knows_file_count else [_MAY_LACK_FILES])],
         "shards": shards,
     }
-
-
-def manifests_of(
-    files: shard_files.ShardFiles, ranks: Collection[int] | None = None
-) -> Iterator[tuple[int, Iterator[Manifest]]]:
-    """Yield the structure of the files of each rank, or of the given ones only.
-
-    All of a folder with an index counts as one file of rank 0. Raises SourceError if one of `ranks` has no files.
-    """
-    for rank in () if ranks is None else sorted(ranks):
-        if rank not in files.by_rank:
-            raise shard_files.no_such_rank(files, rank)
-    for rank, paths in files.by_rank.items():
-        if ranks is None or rank in ranks:
-            joined = files.is_folder or files.by_branch
-            yield rank, iter((locate(files, rank),)) if joined else map(files.locate, paths)
 
 
 def _shard(manifest: Manifest, wanted: _TensorFilter) -> dict[str, Any]:

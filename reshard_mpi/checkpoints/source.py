@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi import formats
-from reshard_mpi.checkpoints.shard_files import ShardFiles
+from reshard_mpi.checkpoints.shard_files import ShardFiles, no_such_rank
 from reshard_mpi.errors import DisagreementError, ReshardError, ShardError, StrategyError, as_reshard_error, told
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity
@@ -309,6 +309,20 @@ def locate(files: ShardFiles, rank: int, like: Manifest | None = None) -> Manife
     from reshard_mpi.checkpoints.join_files import joined  # only here, since most ranks have one file
 
     return joined(manifests, files.path if len(files.by_rank) == 1 else manifests[0].path, by_branch=files.by_branch)
+
+
+def manifests_of(files: ShardFiles, ranks: Collection[int] | None = None) -> Iterator[tuple[int, Iterator[Manifest]]]:
+    """Yield the structure of the files of each rank, or of the given ones only.
+
+    All of a folder with an index counts as one file of rank 0. Raises SourceError if one of `ranks` has no files.
+    """
+    for rank in () if ranks is None else sorted(ranks):
+        if rank not in files.by_rank:
+            raise no_such_rank(files, rank)
+    for rank, paths in files.by_rank.items():
+        if ranks is None or rank in ranks:
+            joined = files.is_folder or files.by_branch
+            yield rank, iter((locate(files, rank),)) if joined else map(files.locate, paths)
 
 
 def quantized_tensor_in(tensors: TensorTable) -> str:

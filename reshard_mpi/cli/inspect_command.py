@@ -12,7 +12,8 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard_mpi.checkpoints import discovery
-from reshard_mpi.checkpoints.inspection import inspect, manifests_of, no_such_name, strategy_as_toml
+from reshard_mpi.checkpoints.inspection import inspect, no_such_name, strategy_as_toml
+from reshard_mpi.checkpoints.source import manifests_of
 from reshard_mpi.cli.arguments import reading_options, request
 from reshard_mpi.cli.output import show
 from reshard_mpi.errors import ReshardError, UsageError
@@ -43,9 +44,9 @@ _SLICE = re.compile(r"(.+)\[([0-9:,.\- ]+)\]", re.DOTALL)
 
 def inspect_command(options: argparse.Namespace) -> None:
     """Do what `inspect` is asked for. Raises UsageError for options that do not go together."""
-    from reshard_mpi.checkpoints import inspection_text
+    from reshard_mpi.checkpoints import contents
 
-    as_text, globs = inspection_text.as_text, options.others
+    as_text, globs = contents.as_text, options.others
     if options.parallel_sizes:
         _show_parallel_sizes(options)
         return
@@ -66,7 +67,7 @@ def inspect_command(options: argparse.Namespace) -> None:
             raise UsageError(
                 "--rank goes with one checkpoint", expected="PATH, or PATH and GLOB", got="two checkpoints"
             )
-        facts, as_text = inspection_text.compare(options.source, globs[0]), inspection_text.comparison_text
+        facts, as_text = contents.compare(options.source, globs[0]), contents.comparison_text
     else:
         names = globs[0] if len(globs) == 1 else globs or None
         facts = inspect(options.source, names, rank=options.rank)
