@@ -1,16 +1,23 @@
-"""Compute axis lengths: from `[axes]` expressions, and solved from shapes (`solved`, `evaluated`)."""
+"""Compute axis lengths: solved from shapes (`solved`), and by `[axes]` of a map (`with_axes`, `evaluated`)."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard_mpi.errors import MapError
 from reshard_mpi.mapping.equations import Axis, Factor, Padded, Product, Sum, axes_of, pads_of
 from reshard_mpi.text import did_you_mean
 
+if TYPE_CHECKING:
+    from reshard_mpi.mapping.rules import Rules
+
 Sizes = Mapping[str, int]
+# The key by which a configuration says how many tensor-parallel ranks there are, as Megatron calls it.
+_TENSOR_PARALLEL = "tensor_model_parallel_size"
+MAX_AXIS = 1 << 62
 
 
 class SizesProblem(ValueError):
@@ -274,3 +281,89 @@ def _bounded(value: int) -> int:
     if abs(value) > _MAX_VALUE:
         raise ExpressionProblem("a number is too large")
     return value
+
+
+class UsualLength(NamedTuple):
+    """The length of an axis where nothing else tells it. otherwise: by which keys a configuration would tell it."""
+
+    length: int
+    otherwise: str
+
+
+def with_axes(rules: Rules, table: Mapping[str, Any], config: Mapping[str, object] | None, where: str) -> Rules:
+    """Return rules with the lengths in [axes] of those axes that have none yet.
+
+    Without a configuration, computed ones are left out.
+    """
+    used = rules.all_axes
+    for name, value in table.items():
+        if name not in used:
+            raise MapError(
+                f"[axes] has {name!r}, which no equation has",
+                expected=", ".join(sorted(used)[:20]) or "no axes",
+                where=where,
+                remedy="mend the name, or remove it",
+            )
+        choices = choices_of(value)
+        if _TENSOR_PARALLEL in choices:
+            rules = rules._replace(cuts_by_rank=True)
+        if name not in rules.axes and name not in rules.usual:
+            rules = with_axis(rules, name, choices, config, where)
+    return rules
+
+
+def choices_of(value: object) -> list[object]:
+    return value if isinstance(value, list) and value else [value]
+
+
+def with_axis(
+    rules: Rules, name: str, choices: Sequence[object], config: Mapping[str, object] | None, where: str
+) -> Rules:
+    """Return rules with the length of an axis: the first of `choices` whose keys the configuration has.
+
+    A number behind others is the length where nothing else tells it.
+    """
+    first: KeyNeeded | None = None
+    for value in choices:
+        if not isinstance(value, str):
+            length = _checked_length(name, value, where)
+            if value is choices[0]:
+                return rules._replace(axes={**rules.axes, name: length})
+            otherwise = ", or ".join(text for text in choices if isinstance(text, str))
+            return rules._replace(usual={**rules.usual, name: UsualLength(length, otherwise)})
+        try:
+            length = _checked_length(name, evaluated(value, config), where)
+        except KeyNeeded as error:
+            first = first or error
+        except ExpressionProblem as error:
+            raise _not_computed(name, value, error, where) from None
+        else:
+            return rules._replace(axes={**rules.axes, name: length})
+    assert first is not None
+    if isinstance(first, ConfigurationNeeded):
+        return rules._replace(lacks_config=True)
+    raise _not_computed(name, " or ".join(map(str, choices)), first, where)
+
+
+def _checked_length(name: str, value: object, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < MAX_AXIS:
+        raise MapError(
+            f"{name!r} in [axes] is no length", expected="a positive integer", got=str(value)[:60], where=where
+        )
+    return value
+
+
+def _not_computed(name: str, text: str, error: ExpressionProblem, where: str) -> MapError:
+    return MapError(
+        f"the length of {name!r} cannot be computed",
+        expected=f"an integer from {text!r}",
+        got=str(error),
+        where=where,
+        remedy=error.remedy,
+    )
+
+
+def tensor_parallel_of(config: Mapping[str, object] | None) -> int | None:
+    """Return how many tensor-parallel ranks a configuration says there are; None if it says nothing."""
+    value = None if config is None else config.get(_TENSOR_PARALLEL)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -1,4 +1,4 @@
-"""Read map files and model configurations (`read_rules`)."""
+"""Read map files and model configurations (`read_rules`), and parse the text of a map (`parse_rules`)."""
 
 from __future__ import annotations
 
@@ -7,21 +7,267 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.filesystem.paths import described, real_path
-from reshard_mpi.mapping.map_text import MAX_BYTES, MapText, parse_equation, parse_rules
-from reshard_mpi.mapping.rules import Rules
+from reshard_mpi.mapping.axis_sizes import choices_of, tensor_parallel_of, with_axes, with_axis
+from reshard_mpi.mapping.box_pairs import EquationProblem, check_one_to_one
+from reshard_mpi.mapping.equations import SyntaxProblem, parse
+from reshard_mpi.mapping.rules import (
+    TYPES,
+    EquationRule,
+    Rules,
+    caution_of,
+    count_of,
+    drop_of,
+    fill_of,
+    flag_of,
+    number_of,
+    require_known,
+    text_of,
+)
 from reshard_mpi.options import ARROW
 from reshard_mpi.text import did_you_mean
 
+_MAX_BYTES, _MAX_ENTRIES = 1 << 20, 10_000
+_HEADER = re.compile(r"^[ \t]*\[\[[ \t]*(?:map|\"map\"|'map')[ \t]*\]\]", re.MULTILINE)
+_LIKE = ("only", "needed", "forward")
+# In a name, the length of an axis: `model.layers.{=l}.w` is of the layer behind those from 0 to l - 1.
+_LENGTH = re.compile(r"\{=([A-Za-z_][A-Za-z0-9_]*)\}")
+_MAX_SHOWN = 100
 _SHIPPED = Path(__file__).parent / "maps"
 _MAX_CONFIG_BYTES, _MAX_INCLUDED = 4 << 20, 100
 _INCLUDE = re.compile(r"^include = \[[^\]]*\]\n+", re.MULTILINE)
+
+
+class MapText(NamedTuple):
+    """The text of a map file, and where it is."""
+
+    text: str
+    where: str
+
+    def content(self) -> dict[str, Any]:
+        """Return its content as TOML. Raises MapError if it is none, or has other keys than a map may have."""
+        return _content(self.text, self.where)
+
+
+def parse_rules(
+    text: str,
+    where: str,
+    config: Mapping[str, object] | None = None,
+    lengths: Mapping[str, int] = MappingProxyType({}),
+    included: Sequence[MapText] = (),
+) -> Rules:
+    """Read a map file, and the files that it includes: their entries come after its own.
+
+    Args:
+        config: the model's configuration, for expressions in [axes].
+        lengths: of axes, as the user gives them.
+
+    Raises MapError, with the place in the file, for what it cannot mean.
+    """
+    contents = [(each, each.content()) for each in (MapText(text, where), *included)]
+    tables = [content["axes"] for _, content in contents]
+    in_names = {
+        name: str(_length_in_name(name, tables, config, lengths, each.where))
+        for each, _ in contents
+        for name in dict.fromkeys(_LENGTH.findall(each.text))
+    }
+    if in_names:
+        contents = [
+            (each, _content(_LENGTH.sub(lambda match: in_names[match[1]], each.text), each.where))
+            for each, _ in contents
+        ]
+    count = sum(len(content["map"]) for _, content in contents)
+    if not 0 < count <= _MAX_ENTRIES:
+        raise MapError("the map has no [[map]] entries", expected=f"1 to {_MAX_ENTRIES}", got=str(count), where=where)
+    read: dict[str, list[Any]] = {kind: [] for kind in _READERS}
+    for (text, place), content in contents:
+        entries, lines = content["map"], [text.count("\n", 0, header.start()) + 1 for header in _HEADER.finditer(text)]
+        for number, entry in enumerate(entries):
+            line = f", line {lines[number]}" if len(lines) == len(entries) else ""
+            kind, rule = _entry(entry, f"{place}{line}, [[map]] {number + 1}")
+            read[kind].append(rule)
+    equations: list[EquationRule] = read["eq"]
+    rules = Rules(
+        tuple(equations),
+        tuple(read["drop"]),
+        tuple(read["fill"]),
+        lengths,
+        where,
+        from_user=frozenset(lengths),
+        states=tuple(read["state"]),
+        counts=tuple(read["count"]),
+        numbers=tuple(read["number"]),
+        cautions=tuple(read["caution"]),
+        tensor_parallel=tensor_parallel_of(config),
+        in_names=frozenset(in_names),
+    )
+    for (_, place), content in contents:
+        rules = with_axes(rules, content["axes"], config, f"{place}, [axes]")
+    return rules
+
+
+def _length_in_name(
+    name: str,
+    tables: Sequence[Mapping[str, Any]],
+    config: Mapping[str, object] | None,
+    lengths: Mapping[str, int],
+    where: str,
+) -> int:
+    """Return the length of an axis for names that have it in them. Raises MapError if nothing tells it."""
+    rules = Rules((), (), (), lengths, where)
+    for table in tables:
+        if name in table and name not in rules.axes:
+            rules = with_axis(rules, name, choices_of(table[name]), config, f"{where}, [axes]")
+    length = rules.usual[name].length if name in rules.usual else rules.axes.get(name)
+    if length is None:
+        raise MapError(
+            "a name has the length of an axis that nothing tells",
+            expected=f"{name!r} in [axes], with --config if it is computed, or --axis {name}=N",
+            got=f"{{={name}}}",
+            where=where,
+        )
+    return length
+
+
+def parse_equation(text: str, lengths: Mapping[str, int] = MappingProxyType({})) -> Rules:
+    """Read a map that is a single equation, as on the command line. Raises MapError if it is none.
+
+    Args:
+        lengths: of axes, as the user gives them.
+    """
+    shown = " ".join(text.split())
+    where = f"'{shown if len(shown) <= _MAX_SHOWN else shown[:_MAX_SHOWN] + '...'}'"
+    equations = (_equation({"eq": text}, where),)
+    return Rules(equations, (), (), lengths, where, from_user=frozenset(lengths), is_typed=True)
+
+
+def _content(text: str, where: str) -> dict[str, Any]:
+    """Return the content of a map file as TOML: entries, and allowed keys."""
+    if len(text) > _MAX_BYTES:
+        raise MapError("the map is too large", expected=f"at most {_MAX_BYTES} characters", where=where)
+    try:
+        content = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MapError("the map is no TOML", got=str(error)[:200], where=where) from None
+    content = {"axes": {}, "include": [], "map": [], **content}
+    unknown = sorted(content.keys() - {"axes", "include", "map", "description"})
+    if unknown:
+        raise MapError(
+            "the map has a key that it cannot have",
+            expected="axes, include, map, description",
+            got=unknown[0],
+            where=where,
+        )
+    if not isinstance(content.get("description", ""), str):
+        raise MapError("description is no text", where=where)
+    if not isinstance(content["axes"], dict):
+        raise MapError("[axes] is no table", got=str(content["axes"])[:60], where=f"{where}, [axes]")
+    entries, included = content["map"], content["include"]
+    if not isinstance(entries, list):
+        raise MapError(
+            "the map has no [[map]] entries", expected=f"1 to {_MAX_ENTRIES}", got=str(entries)[:60], where=where
+        )
+    if not isinstance(included, list) or not all(isinstance(name, str) and name for name in included):
+        raise MapError(
+            "include is no list of files",
+            expected='paths of other maps, from the folder of this one: ["parts/attention.toml"]',
+            got=str(included)[:60],
+            where=where,
+        )
+    return content
+
+
+def _entry(entry: object, where: str) -> tuple[str, object]:
+    """Read an entry; return its kind and its values."""
+    if not isinstance(entry, dict):
+        raise MapError("an entry of the map is no table", got=str(entry)[:60], where=where)
+    kinds = [kind for kind in _READERS if kind in entry]
+    if len(kinds) != 1:
+        raise MapError(
+            f"an entry of the map needs one of {', '.join(_READERS)}", got=", ".join(entry) or "none", where=where
+        )
+    return kinds[0], _READERS[kinds[0]](entry, where)
+
+
+def _only(entry: dict[str, Any], key: str, where: str) -> dict[str, Any]:
+    """Return the table that an entry consists of."""
+    require_known(entry, (key,), where)
+    table = entry[key]
+    if not isinstance(table, dict):
+        raise MapError(f"{key} is no table", got=str(table)[:60], where=where)
+    return table
+
+
+def _state(entry: dict[str, Any], where: str) -> EquationRule:
+    require_known(entry, ("state", "warning"), where)
+    warning = text_of(entry, "warning", where) if "warning" in entry else ""
+    rule = _equation({"eq": text_of(entry, "state", where), "optional": True}, where)
+    terms = (*rule.equation.left, *rule.equation.right)
+    if len(terms) != 2 or any(
+        term.dims is not None or term.type_name or [capture.is_text for capture in term.name.captures] != [True]
+        for term in terms
+    ):
+        raise MapError(
+            "state is wrong",
+            expected="two names with one capture like {p*}, which stands for a parameter's name",
+            got=rule.equation.text[:200],
+            where=where,
+        )
+    return rule._replace(warning=warning)
+
+
+def _equation(entry: dict[str, Any], where: str) -> EquationRule:
+    require_known(entry, ("eq", "optional", "copy", "pads", "like"), where)
+    text = text_of(entry, "eq", where)
+    try:
+        equation = parse(text)
+    except SyntaxProblem as error:
+        raise MapError(
+            f"an equation cannot be read: {error.problem}", got=_marked(text, error.position), where=where
+        ) from None
+    for term in (*equation.left, *equation.right):
+        if term.type_name is not None and term.type_name not in TYPES:
+            raise MapError(
+                "an equation names an unknown type", expected=", ".join(TYPES), got=term.type_name, where=where
+            )
+    copies = flag_of(entry, "copy", where)
+    pads = entry.get("pads", "zero")
+    if pads not in ("zero", "drop"):
+        raise MapError("pads is wrong", expected="'drop', or nothing", got=repr(pads)[:60], where=where)
+    like = entry.get("like")
+    if like is not None and like not in _LIKE:
+        raise MapError("like is wrong", expected=f"{', '.join(_LIKE)}, or nothing", got=repr(like)[:60], where=where)
+    try:
+        shared = check_one_to_one(equation.left, equation.right, copies=copies)
+    except EquationProblem as error:
+        raise MapError("an equation is wrong", got=f"{error}; in {' '.join(text.split())[:200]}", where=where) from None
+    is_optional = flag_of(entry, "optional", where) or like is not None
+    return EquationRule(equation, shared, is_optional, copies, pads == "drop", where, like)
+
+
+def _marked(text: str, position: int) -> str:
+    """Return the part of an equation around a character, which is marked."""
+    before, after = text[max(0, position - 60) : position], text[position : position + 20]
+    return f"{' '.join(before.split())} >>> {' '.join(after.split())}"
+
+
+# What an entry of each kind is read by, which takes the entry and its place in the file.
+_READERS: dict[str, Callable[[dict[str, Any], str], object]] = {
+    "eq": _equation,
+    "state": _state,
+    "drop": drop_of,
+    "fill": fill_of,
+    "count": lambda entry, where: count_of(_only(entry, "count", where), where),
+    "number": lambda entry, where: number_of(_only(entry, "number", where), where),
+    "caution": lambda entry, where: caution_of(_only(entry, "caution", where), where),
+}
 
 
 def shipped_maps() -> dict[str, Path]:
@@ -33,7 +279,7 @@ def described_maps() -> dict[str, str]:
     """Return what each map that comes with the program is for, by name."""
     descriptions = {}
     for name, path in shipped_maps().items():
-        content = tomllib.loads(_text(path, MAX_BYTES, "the map"))
+        content = tomllib.loads(_text(path, _MAX_BYTES, "the map"))
         descriptions[name] = str(content.get("description", ""))
     return descriptions
 
@@ -108,7 +354,7 @@ def _texts(path: Path, name: str) -> Iterator[MapText]:
         if file in passed and file not in including:
             return
         passed.add(file)
-        text = MapText(_text(file if including else path, MAX_BYTES, "the map"), where)
+        text = MapText(_text(file if including else path, _MAX_BYTES, "the map"), where)
         yield text
         for other in text.content()["include"]:
             wanted = real_path(file.parent / other)

@@ -1,4 +1,4 @@
-"""Define the rules of a map file and check their values (`Rules`).
+"""Define the rules of a map file, read entries of it, and check their values (`Rules`).
 
 `count` is how many steps were taken: torch has it beside each parameter's state, MindSpore once. `number` is a tensor
 on the right that holds a setting of the optimizer on the left, or its power by the count. `caution` is what people are
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME, DType, encode_number, numbers
 from reshard_mpi.formats.nest.nodes import MODEL
-from reshard_mpi.mapping.axis_sizes import names_in
+from reshard_mpi.mapping.axis_sizes import MAX_AXIS, UsualLength, names_in
 from reshard_mpi.mapping.equations import Equation, NamePattern, PatternProblem
 
 
@@ -49,6 +49,8 @@ def name_of(table: Mapping[str, Any], key: str, where: str) -> NamePattern:
         raise MapError("a name is wrong", got=str(error), where=where) from None
 
 
+_SIDES = ("left", "right")
+_MAX_DIMENSIONS = 32
 _SCALAR_TYPES = ("int32", "int64", "float32", "float64")
 # Frameworks multiply in single precision at every step.
 _MOST_OFF = 1e-3
@@ -295,11 +297,59 @@ def _cannot_hold(value: float, dtype: DType, name: str, where: str, why: str) ->
     )
 
 
-class UsualLength(NamedTuple):
-    """The length of an axis where nothing else tells it. otherwise: by which keys a configuration would tell it."""
+def drop_of(entry: Mapping[str, Any], where: str) -> Drop:
+    """Read an entry that leaves tensors out. Raises MapError."""
+    require_known(entry, ("drop", "side", "optional", "zeros"), where)
+    glob, side = text_of(entry, "drop", where), _side(entry, "left", where)
+    return Drop(glob, side, flag_of(entry, "optional", where), where, flag_of(entry, "zeros", where))
 
-    length: int
-    otherwise: str
+
+def fill_of(entry: Mapping[str, Any], where: str) -> Fill:
+    """Read an entry that makes a tensor up. Raises MapError."""
+    require_known(entry, ("fill", "side", "like", "optional"), where)
+    if entry.get("like") not in (None, "only"):
+        raise MapError("like is wrong", expected="'only', or nothing", got=repr(entry["like"])[:60], where=where)
+    fill = entry["fill"]
+    if not isinstance(fill, dict):
+        raise MapError(
+            "fill is no table", expected="{ name, value, shape, type, beside }", got=str(fill)[:60], where=where
+        )
+    require_known(fill, ("name", "value", "shape", "type", "beside"), where)
+    name = name_of(fill, "name", where)
+    beside = name_of(fill, "beside", where) if "beside" in fill else None
+    if not set(name.captures) <= set(beside.captures if beside is not None else ()):
+        raise MapError(
+            "the name of what is made up has captures that the tensor beside it has not", got=name.text, where=where
+        )
+    value = fill.get("value", 0)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise MapError("value is no number", got=repr(value)[:60], where=where)
+    shape = fill.get("shape")
+    if shape is not None and not (
+        isinstance(shape, list)
+        and len(shape) <= _MAX_DIMENSIONS
+        and all(isinstance(length, int) and not isinstance(length, bool) and 0 <= length < MAX_AXIS for length in shape)
+    ):
+        raise MapError("shape is no list of lengths", got=repr(shape)[:60], where=where)
+    type_name = fill.get("type")
+    dtype = None
+    if type_name is not None:
+        dtype = (TYPES | BY_NAME).get(type_name) if isinstance(type_name, str) else None
+        if dtype is None:
+            raise MapError(
+                "type is unknown", expected=", ".join((*TYPES, *BY_NAME)), got=repr(type_name)[:60], where=where
+            )
+    if beside is None and (shape is None or dtype is None):
+        raise MapError("what is made up beside nothing needs a shape and a type", got=name.text, where=where)
+    side, lengths = _side(entry, "right", where), None if shape is None else tuple(shape)
+    return Fill(name, beside, lengths, dtype, value, side, where, "like" in entry, flag_of(entry, "optional", where))
+
+
+def _side(table: Mapping[str, Any], usual: str, where: str) -> str:
+    value = table.get("side", usual)
+    if value not in _SIDES:
+        raise MapError("side is wrong", expected="'left' or 'right'", got=repr(value)[:60], where=where)
+    return str(value)
 
 
 class Rules(NamedTuple):

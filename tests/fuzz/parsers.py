@@ -38,7 +38,7 @@ from reshard_mpi.journal.run_records import CommitRecord, RunIdentity
 from reshard_mpi.journal.run_status import as_lines, state_of
 from reshard_mpi.journal.target_records import TargetRecord
 from reshard_mpi.mapping import apply_rules
-from reshard_mpi.mapping.map_text import parse_rules
+from reshard_mpi.mapping.map_file import parse_rules
 from reshard_mpi.sharding import strategy_files, strategy_table
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import replicated

@@ -17,7 +17,7 @@ from support.examples import few
 import reshard_mpi
 from reshard_mpi import MapError, TargetError, UsageError
 from reshard_mpi.mapping.axis_sizes import ExpressionProblem, evaluated
-from reshard_mpi.mapping.map_text import parse_rules
+from reshard_mpi.mapping.map_file import parse_rules
 
 TENSORS = {
     "a.0.q": np.arange(24, dtype=np.float32).reshape(6, 4),

@@ -9,7 +9,7 @@ from hypothesis import given
 from support.equations import Case, assert_same, cases, kinds, made_of
 
 from reshard_mpi.mapping.apply_rules import applied
-from reshard_mpi.mapping.map_text import parse_rules
+from reshard_mpi.mapping.map_file import parse_rules
 from reshard_mpi.mapping.selection import Selection
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -11,8 +11,7 @@ import pytest
 from support.command_line import refused, run_here
 
 import reshard_mpi
-from reshard_mpi.mapping.map_file import described_maps, read_rules, shipped_maps
-from reshard_mpi.mapping.map_text import parse_rules
+from reshard_mpi.mapping.map_file import described_maps, parse_rules, read_rules, shipped_maps
 
 PAGE = (Path(reshard_mpi.__file__).parent / "guide" / "maps.md").read_text()
 README = (Path(__file__).parents[2] / "README.md").read_text()

@@ -16,7 +16,7 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.apply_rules import applied
 from reshard_mpi.mapping.direction import Inventory
-from reshard_mpi.mapping.map_text import parse_rules
+from reshard_mpi.mapping.map_file import parse_rules
 from reshard_mpi.mapping.result import MapResult
 from reshard_mpi.mapping.selection import Selection, TargetTemplate
 

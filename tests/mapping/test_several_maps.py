@@ -24,7 +24,7 @@ import reshard_mpi
 from reshard_mpi import MapError, TargetError
 from reshard_mpi.mapping.apply_rules import applied
 from reshard_mpi.mapping.chain import Composition
-from reshard_mpi.mapping.map_text import parse_rules
+from reshard_mpi.mapping.map_file import parse_rules
 from reshard_mpi.mapping.selection import Selection
 
 Array = np.ndarray[Any, np.dtype[Any]]
