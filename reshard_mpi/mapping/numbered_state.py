@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.nest.entries import entries_below, entries_of, pairs_of, value_of
+from reshard_mpi.formats.nest.entries import BUFFERS, entries_below, entries_of, pairs_of, value_of
 from reshard_mpi.formats.nest.nodes import UNREADABLE, decoded, parsed, places
 from reshard_mpi.mapping.direction import Inventory, TemplateShapes
 from reshard_mpi.mapping.tensor_kinds import STATE_WORDS
@@ -26,7 +26,7 @@ STATE = "optimizer.state."
 EXTRA_STATE = "_extra_state"
 # Tensors of a model that no optimizer changes. Users' own are not known if a parameter could have their type; where
 # there are any, the numbers do not come out.
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked", EXTRA_STATE)
+_BUFFERS = (*BUFFERS, EXTRA_STATE)
 # No buffer is called so.
 _TRAINED = ("weight", "bias")
 # Types that have no gradient in torch: positions, masks.

@@ -17,6 +17,7 @@ from reshard_mpi.planning.shared_facts import (
     agreement_checks,
     is_moment,
     left_out_of,
+    numbers_of_stages,
     shared_tensors,
     unlike_by_group,
 )
@@ -86,6 +87,8 @@ def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
         warnings += (
             f"optimizers of stages cannot be joined, and those of the first are kept: {why}" for why in reasons
         )
+        if not reasons:
+            warnings += numbers_of_stages(common.strings, target.manifests, stage_of)
     taken = ((held.names, held.group, held.layout) for held in target.classes if held.share is GradientShare.TAKEN)
     alike = list(replicas_to_compare(taken, target.layouts.box, policy.replicas, target.source_strategy.alike))
     joining = target.joining

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -369,6 +370,39 @@ class CommonStrings(NamedTuple):
                     notes.append(f"{TEXT}{shown_string(name)} of {manifests[rank].path} differs from the one taken")
         apart = {} if common is None else {rank: common.apart.get(text, {}) for rank, text in nests.items()}
         return cls(dict(sorted(strings.items())), tuple(sorted(ranks)), notes, apart)
+
+
+def numbers_of_stages(
+    strings: Mapping[str, str], manifests: Mapping[int, Manifest], stage_of: Callable[[int], int]
+) -> Iterator[str]:
+    """Yield a warning for an optimizer that stages have alike, if its numbers seem to mean each stage's parameters.
+
+    One of all stages, as this program has cut it, has more numbers than a stage has parameters. Stages that have saved
+    optimizers of their own are told by their state, but for one that has none, or zeros only.
+
+    Args:
+        strings: those of the target.
+        manifests: the opened shards.
+    """
+    from reshard_mpi.formats.nest.entries import BUFFERS, numbered_in
+
+    try:
+        numbered = [*numbered_in(nest_root(strings[NEST]))] if NEST in strings else []
+    except (ValueError, RecursionError):
+        return
+    begins = tuple(begin for begin, _ in numbered)
+    of_stages: dict[int, set[str]] = {}
+    for rank in sorted(manifests) if numbered else ():
+        names = (name for name in manifests[rank].tensors if not name.endswith(BUFFERS))
+        of_stages.setdefault(stage_of(rank), set()).update(name for name in names if not name.startswith(begins))
+    for begin, numbers in numbered:
+        for first, other in pairwise(of_stages.values()):
+            if first - other and other - first and numbers <= min(len(first), len(other)):
+                yield (
+                    f"{begin}param_groups, alike in all stages, is taken for one optimizer: it numbers {numbers}"
+                    " parameters, no more than a stage has tensors, so each stage may mean its own"
+                )
+                break
 
 
 def unlike_by_group(manifests: Mapping[int, Manifest], in_order: Sequence[int]) -> Iterator[str]:

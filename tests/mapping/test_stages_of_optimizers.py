@@ -166,6 +166,28 @@ def test_numbers_of_another_stage_are_refused(
     reshard_mpi.transform(*how, to=form, exclude=["optim.*"])
 
 
+@pytest.mark.parametrize("states", few(1, [[], [0, 1]]))
+@pytest.mark.parametrize("parameters", [2, 4])
+def test_equal_optimizers_that_number_the_parameters_of_their_own_stage_are_warned_of(
+    tmp_path: Path, states: Sequence[int], parameters: int
+) -> None:
+    """As of SGD without momentum, or with one that is zero still; one of all four parameters is the whole model's."""
+    source = tmp_path / "src"
+    for stage in range(2):
+        optimizer = {
+            "state": {number: {"momentum_buffer": tensor()} for number in states},
+            "param_groups": [{"lr": 0.5, "params": [*range(parameters)]}],
+        }
+        names = [f"l{2 * stage}", f"l{2 * stage + 1}", "norm.running_mean"]
+        (source / f"rank_{stage}").mkdir(parents=True)
+        torch_peer.save(
+            source / f"rank_{stage}/x.pt", {"model": {name: tensor() for name in names}, "optim": optimizer}
+        )
+    (source / "stages.toml").write_text("mesh = { data = 1 }\nstages = 2\n[[parameter]]\nmatch = '*'\n")
+    warnings = reshard_mpi.transform(source, tmp_path / "dst", source / "stages.toml", to="torch").warnings
+    assert any("optim.param_groups" in warning for warning in warnings) == (parameters == 2)
+
+
 @pytest.mark.parametrize("homes", few(1, ["0101", "0011", "0000"]))
 def test_numbers_that_the_strategy_does_not_list_are_those_of_one_stage(tmp_path: Path, homes: str) -> None:
     """Of interleaved stages (0101) each would have the state of both stages under one number."""

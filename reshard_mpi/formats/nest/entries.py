@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 # Lists in the state of torch's schedulers with a value for each group (torch.optim.lr_scheduler, 2.13).
 BY_GROUP = frozenset(("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"))
 
+# Tensors of a model that no optimizer changes, as torch's modules call them.
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
 
 def entries_of(node: Any) -> list[Any] | None:
     """Return the entries of a dictionary of a nest; None if it is none."""
@@ -57,6 +60,16 @@ def dictionaries_in(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, node
     for key, value in pairs_of(node):
         yield from dictionaries_in(value, f"{path}{key}.")
+
+
+def numbered_in(node: Any) -> Iterator[tuple[str, int]]:
+    """Yield what names in the optimizers of a nest begin with that number parameters, each with how many it numbers."""
+    for path, optimizer in dictionaries_in(node):
+        groups = value_of(optimizer, "param_groups")
+        lists = [value_of(group, "params") for group in groups] if isinstance(groups, list) else []
+        numbers = [number for own in lists if isinstance(own, list) for number in own]
+        if numbers and all(type(number) is int for number in numbers):
+            yield path, len(numbers)
 
 
 def parts_in(node: Any, path: str, without: Collection[int]) -> Iterator[tuple[str, Any]]:
