@@ -167,7 +167,7 @@ def _state(
     shapes_alike = all(
         inventory[sources[place]].shape == inventory[name].shape for place, name in match.sources.items()
     )
-    if shapes_alike and not (affixes.is_count and prod(inventory[next(iter(sources.values()))].shape) == 1):
+    if shapes_alike and not (affixes.is_number and prod(inventory[next(iter(sources.values()))].shape) == 1):
         return Match(rule, sources, targets, match.geometry, equal)
     # A number of each parameter, such as its step: all must have the same.
     (first, name), *others = sources.items()

@@ -30,6 +30,8 @@ PART = re.compile("[^./]+")
 STATE_KEY = "state"
 # Words in the names of step counters of parameters.
 COUNTS = frozenset(("step", "state_step"))
+# What torch's optimizers have as one number of each parameter besides, behind its name (NAdam, ASGD).
+_NUMBERS_OF_TORCH = frozenset(("eta", "mu", "mu_product"))
 _COUNTS_OF_RUNS = frozenset(
     (
         *("_step_count", "current_iterator_step", "epoch", "epoch_num", "global_step", "global_steps", "iteration"),
@@ -162,6 +164,11 @@ class NameAffixes(NamedTuple):
     def is_count(self) -> bool:
         """Whether the affixes belong to a count of steps."""
         return not COUNTS.isdisjoint((*parts_of(self.before), *parts_of(self.behind)))
+
+    @property
+    def is_number(self) -> bool:
+        """Whether they belong to one number of a parameter, which has the shape of a parameter of one element too."""
+        return self.is_count or (self.are_of_torch and parts_of(self.behind)[-1] in _NUMBERS_OF_TORCH)
 
     @property
     def is_of_optimizer(self) -> bool:

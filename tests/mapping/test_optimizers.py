@@ -1566,3 +1566,18 @@ def test_an_optimizer_without_state_has_the_new_names_in_its_groups(
         ["1.weight", "1.bias"],
     ]
     assert not any(converted_tree["optimizer"]["state"].values())
+
+
+@pytest.mark.parametrize("key", few(1, ["mu_product", "eta", "mu"]))
+def test_one_number_a_parameter_stays_one_where_parameters_without_dimensions_are_stacked(
+    tmp_path: Path, key: str
+) -> None:
+    """NAdam and ASGD have such numbers; they have the shape of these parameters by chance."""
+    names = ("scales.0", "scales.1")
+    source = training({name: np.array(at, np.float32) for at, name in enumerate(names)}, names)
+    for state in source["optimizer"]["state"].values():
+        state[key] = tensor(np.array(0.25, np.float32))
+    made = converted(tmp_path, source, '[[map]]\neq = "model.scales.{e} [] <=> model.scale [e]"\n', forward=True)
+    arrays = arrays_of(made["optimizer"]["state"]["scale"])
+    assert arrays[key].shape == () and arrays[key] == 0.25
+    assert arrays["exp_avg"].tolist() == [1, 12]
