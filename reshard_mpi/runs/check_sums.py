@@ -410,7 +410,7 @@ def commit_to_hold(files: ShardFiles) -> CommitRecord | None:
 
 
 def committed_tensors(record: CommitRecord, source: SourceCheckpoint) -> list[TensorPlan]:
-    """Return whole tensors of a source, each from any of its copies, of which a commit record has sums."""
+    """Return the whole tensors of a source that a commit record has sums for, each from any of its copies."""
     whole = Conversion(source, unsharded(), Policy(replicas=Replicas.ANY, allows_holes=True))
     return [tensor for tensor in whole.plan(0, checked=False).tensors if tensor.spec.name in record.sums]
 
