@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.errors import DamageError, DisagreementError, ReshardError
-from reshard_mpi.filesystem.paths import absolute_path, rank_of_folder, real_path
+from reshard_mpi.filesystem.paths import absolute_path, is_object_path, rank_of_folder, real_path
 from reshard_mpi.filesystem.source_files import FileCutShortError, exists, is_folder, is_taken, version_of
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.structure import digest_besides, opened
@@ -227,6 +227,27 @@ def damage_besides(path: str, tensors: TensorTable, record: TargetRecord | None)
             where=path,
             remedy="restore the file",
         )
+
+
+def folder_of_records(path: str, format_name: str) -> Path:
+    """Return the folder in which a run keeps what it says of the checkpoint at `path`.
+
+    A format that packs has a folder of its own in the target folder for each checkpoint; others may lie beside it.
+
+    Args:
+        format_name: of the checkpoint, as it seems; its index may be damaged.
+    """
+    folder, packs = Path(path), formats.info(format_name).packs
+    if not packs and is_object_path(path):
+        return folder
+    target = folder.parent if folder.name not in ("", "..") else absolute_path(folder).parent
+    committed, name = CommitRecord.read(target), absolute_path(folder).name
+    if committed is not None:
+        are_in_it = (file.startswith(f"{name}/") for file in committed.files.values())
+        is_of_run = formats.info(committed.run.format).packs and any(are_in_it)
+    else:
+        is_of_run = packs and (is_folder(target / STATE) or is_taken(target / COMMIT_RECORD))
+    return target if is_of_run else folder
 
 
 def damage_of_index(folder: Path) -> Iterator[DamageError]:

@@ -27,6 +27,7 @@ from reshard_mpi.journal.record_finder import (
     damage_by_record,
     damage_of_index,
     fits_record,
+    folder_of_records,
     holds_another,
     require_one_run,
 )
@@ -122,7 +123,8 @@ def check_shard(
             by["its own sums"] = None
         if record is not None:
             damage += damage_by_record(shard, record, recorded)
-        if record is not None and record.is_verified:
+        # Earlier versions kept no sums of tensors in Megatron's files, which have no checksum either.
+        if record is not None and record.is_verified and (has_crc or recorded or not shard.tensors):
             by[BY_RECORD] = None
         # A checksum is of all of the file; what is summed besides is not counted again.
         tensors += len(shard.tensors if has_crc else specs)
@@ -174,11 +176,11 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
         sound: whether each of them is sound by itself.
     """
     shards = tuple(checked)
-    folder = Path(files.path)
+    folder = folder_of_records(files.path, files.format)
     is_kept = not holds_another(folder)
     record = CommitRecord.read(folder) if is_kept else None
-    paths = [Path(path) for rank_paths in files.by_rank.values() for path in rank_paths]
-    committed = set() if record is None else {folder / file for file in record.files.values()}
+    paths = [absolute_path(path) for rank_paths in files.by_rank.values() for path in rank_paths]
+    committed = set() if record is None else {absolute_path(folder / file) for file in record.files.values()}
     are_committed, are_others = committed.issuperset(paths), committed.isdisjoint(paths)
     alike = record.sums.keys() if record is not None and are_committed else ()
     sums: dict[str, int] = {}
@@ -209,7 +211,8 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
         yield from _missing(files.by_rank, world_size, "the others say", files.path)
     if record is None or not are_committed:
         return
-    yield from _missing(files.by_rank, len(record.files), f"{COMMIT_RECORD} says", files.path)
+    there = {rank for rank, file in record.files.items() if absolute_path(folder / file) in paths}
+    yield from _missing(there, len(record.files), f"{COMMIT_RECORD} says", files.path)
     for name, value in record.sums.items():
         if name in sums and value != f"{sums[name]:08x}":
             yield DamageError(
@@ -253,7 +256,8 @@ def _not_of_begun_run(files: ShardFiles, digest: str) -> Iterator[DamageError]:
     Args:
         digest: of the run that has made them.
     """
-    run = RunIdentity.recorded(Path(files.path) / STATE)
+    folder = folder_of_records(files.path, files.format)
+    run = RunIdentity.recorded(folder / STATE)
     if run is not None and digest != run.digest:
         yield DamageError(
             "the shards are of another run than the one that has begun to replace them",
@@ -264,7 +268,7 @@ def _not_of_begun_run(files: ShardFiles, digest: str) -> Iterator[DamageError]:
         )
     elif run is not None:
         yield from _missing(files.by_target_rank.keys(), run.target_ranks, "run.json says", files.path)
-    elif (table := strategy_of_run(Path(files.path), digest)) is not None:
+    elif (table := strategy_of_run(folder, digest)) is not None:
         world_size = strategy_table.loads(*table).world_size
         yield from _missing(files.by_target_rank.keys(), world_size, "strategy.json says", files.path)
 
@@ -390,10 +394,11 @@ def _unlike_its_record(files: ShardFiles, rank: int) -> Iterator[DamageError]:
 
 def _commit_of(files: ShardFiles) -> CommitRecord | None:
     """Return the commit record in the folder of files, if it is about all of them."""
-    folder = Path(files.path)
+    folder = folder_of_records(files.path, files.format)
     record = None if holds_another(folder) else CommitRecord.read(folder)
     committed = () if record is None else record.files.values()
-    return record if {folder / file for file in committed}.issuperset(map(Path, files.shards)) else None
+    is_of_all = {absolute_path(folder / file) for file in committed}.issuperset(map(absolute_path, files.shards))
+    return record if is_of_all else None
 
 
 def commit_to_hold(files: ShardFiles) -> CommitRecord | None:

@@ -11,7 +11,6 @@ import shlex
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard_mpi.checkpoints.shard_files import ShardFiles
@@ -20,7 +19,7 @@ from reshard_mpi.errors import ShardError, UsageError
 from reshard_mpi.filesystem.source_files import exists, is_file
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, paths_of
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
-from reshard_mpi.journal.record_finder import RecordFinder, fits_record, run_of
+from reshard_mpi.journal.record_finder import RecordFinder, fits_record, folder_of_records, run_of
 from reshard_mpi.journal.run_records import CHOSEN, CommitRecord, RunIdentity, joined_words
 from reshard_mpi.planning.rank_plan import Copy, RankPlan, TensorPlan
 from reshard_mpi.planning.tensor_names import Accumulated, Unlisted
@@ -44,7 +43,7 @@ def recorded_run(files: ShardFiles) -> RunIdentity | None:
     paths = ((path, rank) for rank, rank_paths in files.by_target_rank.items() for path in rank_paths)
     finder = RecordFinder()
     found = next((run for path, rank in paths if (run := run_of(path, rank, finder)) is not None), None)
-    committed = CommitRecord.read(Path(files.path)) if found is None else None
+    committed = None if found is not None else CommitRecord.read(folder_of_records(files.path, files.format))
     return committed.run if committed is not None else found and found[0]
 
 

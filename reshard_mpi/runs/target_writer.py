@@ -280,9 +280,11 @@ class Writer:
         require_as_meant(self._format, publication, manifest, sums_by_name)
         is_verified = self._run.request.verify
         if is_verified and formats.info(self._run.format).packs:
-            # Whoever reads the file by itself finds vectors, whose checksums are among its other bytes; only the plan
-            # knows whose parts they are.
-            manifest, sums = self._format.locate(manifest.path), ()
+            manifest = self._format.locate(manifest.path)
+            if manifest.tensors.keys() != sums_by_name.keys():
+                # Whoever reads the file by itself finds vectors, whose checksums are among its other bytes; only the
+                # plan knows whose parts they are.
+                sums = ()
         file = SourceFile(manifest.path, publication.descriptor)
         besides = digest_besides(file, manifest.tensors.payload_spans()) if is_verified else ""
         publication.publish(sums, besides)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial, reduce
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.checkpoints.compare_replicas import compare, comparing_bytes
@@ -206,11 +205,11 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
 
     Nothing is read if each shard has a record with sums, by which it has been checked. Raises DamageError.
     """
-    from reshard_mpi.journal.record_finder import damage_of_index
+    from reshard_mpi.journal.record_finder import damage_of_index, folder_of_records
     from reshard_mpi.runs.check_sums import committed_tensors, require_as_committed
 
     source, path = plans.run.conversion.source, plans.run.request.source
-    for damage in damage_of_index(Path(source.files.path)):
+    for damage in damage_of_index(folder_of_records(source.files.path, source.files.format)):
         raise damage
     record = plans.run.source_commit
     if record is None:

@@ -15,10 +15,10 @@ from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery, shard_files
 from reshard_mpi.checkpoints.opening import chosen_files, open_source, require_same_choice
 from reshard_mpi.checkpoints.shard_opener import ShardShare
-from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint
 from reshard_mpi.engine.first_difference import difference_from_source
 from reshard_mpi.engine.open_files import Files, OnBytes
-from reshard_mpi.errors import DamageError, ReshardError, SourceError
+from reshard_mpi.errors import DamageError, ReshardError, SourceError, as_reshard_error
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.filesystem.paths import require_reachable
 from reshard_mpi.formats.manifest import NEST, Manifest
@@ -28,6 +28,7 @@ from reshard_mpi.journal.record_finder import (
     RecordFinder,
     damage_besides,
     damage_of_index,
+    folder_of_records,
     modified_shards,
     type_and_shape,
 )
@@ -118,13 +119,22 @@ class _ComparedCheckpoints(NamedTuple):
         failures = tuple(Failure.here(rank, comm, error) for error in (*damage, *rest))
         return Outcome((), failures, notes=notes, lost=plan.lost, other_warnings=plan.left_out, checked=(checked,))
 
-    def _damaged_rest(self, finder: RecordFinder, path: str, rank: int) -> list[DamageError]:
-        """Return the damage of a target file besides its tensors, if there is a record of it."""
+    def _damaged_rest(self, finder: RecordFinder, path: str, rank: int) -> list[ReshardError]:
+        """Return the damage of a target file besides what was compared, by its record and its checksum if it has them.
+
+        A format that packs keeps more in its files than it is read as: copies of weights from which a training goes on.
+        """
         if not source_files.exists(path):
             return []
         record = finder.find(path, rank)
         is_kept = record is not None and record.besides
-        return [*damage_besides(path, self.target.files.locate(path).tensors, record)] if is_kept else []
+        damage = [*damage_besides(path, self.target.files.locate(path).tensors, record)] if is_kept else []
+        if not damage and formats.info(self.target.files.format).packs:
+            try:
+                formats.by_name(self.target.files.format).check_crc(path, lambda _: None)
+            except DAMAGE as error:
+                return [as_reshard_error(error, Path(path))]
+        return damage
 
     def _unfit(self, plan: RankPlan, looked_at: Collection[int], memory: RunMemory) -> dict[int, ReshardError]:
         """Return the errors of shards of `plan` that do not fit their kept sums, without those in `looked_at`."""
@@ -196,7 +206,7 @@ def _opened_pair(
         target = _packed_target(target_files, packed)
         conversion = conversion.to(target.strategy)
     otherwise = made_otherwise(request, digests, chosen_files(files), run, target_files.path)
-    for damage in damage_of_index(Path(target_files.path)):
+    for damage in damage_of_index(folder_of_records(target_files.path, target_files.format)):
         raise damage
     memory.on_memory_released(conversion.forget, target.forget)
     memory.reserve_for_planning(Workload(conversion, target_files.format, also_read=target), purpose)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -21,8 +22,12 @@ FORMS = ("ckpt", "hdf5", "safetensors", "torch", "dcp", "hf")
 Check = Callable[[Path, Path], Any]
 
 
-def training(folder: Path) -> Path:
-    """Save a training with settings beside its tensors."""
+def training(folder: Path, *, is_named: bool = False) -> Path:
+    """Save a training with settings beside its tensors.
+
+    Args:
+        is_named: its optimizer is by names of parameters, which formats that pack need.
+    """
     keys = count()
 
     def tensor(value: float) -> Any:
@@ -34,6 +39,9 @@ def training(folder: Path) -> Path:
         "epoch": 3,
         "name": "a run",
     }
+    if is_named:
+        state = {name: {"exp_avg": tensor(3), "exp_avg_sq": tensor(4)} for name in ("fc.weight", "fc.bias")}
+        saved["optimizer"] = {"state": state, "param_groups": [{"lr": 0.125, "params": ["fc.weight", "fc.bias"]}]}
     torch_peer.save(folder / "x.pt", saved)
     return folder / "x.pt"
 
@@ -65,9 +73,66 @@ FEW, MORE = (3, 499), (29, 97)
     ),
 )
 def test_a_flipped_bit_is_found(tmp_path: Path, form: str, check: Check, places: tuple[int, int]) -> None:
-    first, step = places
     src, out = training(tmp_path), tmp_path / "out"
     reshard_mpi.transform(src, out, to=form, verify=True, max_shard_size=64 if form == "hf" else None)
+    _require_found(src, out, check, places)
+
+
+PACKED: dict[str, dict[str, Any]] = {
+    "megatron": {"to": "megatron", "max_shard_size": 300},
+    "with common.pt": {"to": "megatron", "core_version": "0.18"},
+    "stage 2": {"to": "deepspeed", "dp": 2, "zero_stage": 2},
+    "stage 3": {"to": "deepspeed", "dp": 2, "zero_stage": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "check", "places"),
+    few(
+        1,
+        [
+            *itertools.product(PACKED, (verify_alone,), (FEW,)),
+            *itertools.product(("megatron", "stage 2"), (verify_pair, read_verified), ((3, 1499),)),
+        ],
+    ),
+)
+def test_a_flipped_bit_is_found_in_a_folder_beside_the_records(
+    tmp_path: Path, form: str, check: Check, places: tuple[int, int]
+) -> None:
+    """Megatron and DeepSpeed have a folder for each save."""
+    src, out = training(tmp_path, is_named=True), tmp_path / "out"
+    reshard_mpi.transform(src, out, verify=True, **PACKED[form])
+    _require_found(src, out, check, places)
+
+
+@pytest.mark.parametrize("form", few(1, PACKED))
+@pytest.mark.parametrize("read", few(1, ["the target folder", "its own folder"]))
+def test_a_lost_file_is_found_in_a_folder_beside_the_records(tmp_path: Path, form: str, read: str) -> None:
+    out = tmp_path / "out"
+    reshard_mpi.transform(training(tmp_path, is_named=True), out, verify=True, **PACKED[form])
+    for path in sorted(out.glob("*/*.pt")) + sorted(out.glob("*/*.distcp")):
+        folder = out if read == "the target folder" else path.parent
+        reshard_mpi.verify(folder)
+        path.rename(tmp_path / "lost")
+        with pytest.raises(ReshardError):
+            reshard_mpi.verify(folder)
+        (tmp_path / "lost").rename(path)
+
+
+def test_another_save_beside_the_one_that_was_committed_is_not_held_against_its_record(tmp_path: Path) -> None:
+    """A training has gone on in the target folder, and has removed the save from which it began."""
+    src, out = training(tmp_path, is_named=True), tmp_path / "out"
+    reshard_mpi.transform(src, out, verify=True, **PACKED["stage 2"])
+    reshard_mpi.transform(src, tmp_path / "later", **PACKED["stage 2"])
+    (saved,) = (tmp_path / "later").glob("global_step*")
+    saved.rename(out / "global_step99")
+    (out / "latest").write_text("global_step99")
+    shutil.rmtree(out / saved.name)
+    assert reshard_mpi.verify(out).checked[0].by == ("its checksum",)
+
+
+def _require_found(src: Path, out: Path, check: Check, places: tuple[int, int]) -> None:
+    first, step = places
     check(src, out)
     files = [path for path in out.rglob("*") if path.is_file() and ".reshard_mpi" not in path.parts]
     passed = []
