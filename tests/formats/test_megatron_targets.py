@@ -459,6 +459,20 @@ def test_the_step_of_another_framework(tmp_path: Path) -> None:
         reshard_mpi.transform(tmp_path / "y.pt", tmp_path / "other", to="megatron")
 
 
+def test_groups_of_another_framework_that_nothing_tells_apart_are_read_again(tmp_path: Path) -> None:
+    training = Training(SHAPES, global_step=7)
+    training.groups = [{"lr": 0.5, "params": [*SHAPES][:2]}, {"lr": 0.25, "params": [*SHAPES][2:]}]
+    tree = training.tree()
+    torch_peer.save(tmp_path / "x.pt", tree)
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "out", to="megatron")
+    reshard_mpi.verify(tmp_path / "x.pt", tmp_path / "out")
+    report = reshard_mpi.transform(tmp_path / "out", tmp_path / "again", to="torch")
+    assert any("have no list of parameters" in note for note in report.notes)
+    again = torch_peer.load(tmp_path / "again/rank_0/checkpoint_0.pt")["optimizer"]
+    assert [group["lr"] for group in again["param_groups"]] == [0.5, 0.25]
+    assert again["state"].keys() == tree["optimizer"]["state"].keys()
+
+
 def without_a_moment(training: Training) -> None:
     training.state["exp_avg"].pop("embedding.word_embeddings.weight")
 

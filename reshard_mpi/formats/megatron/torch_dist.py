@@ -288,7 +288,7 @@ def _groups_of(objects: _Objects, folder: str) -> tuple[list[Dict], Value]:
     scaler: Value = None
     for number, own in enumerate(chained(objects.common.get("optimizer"))):
         of_ranks = objects.of_groups.get((number, "optimizer"), {0: own.get("optimizer")})
-        groups += merged([value for _, value in sorted(of_ranks.items())], folder)
+        groups += merged([value for _, value in sorted(of_ranks.items())], folder, may_be_alike=True)
         scalers = objects.of_groups.get((number, "grad_scaler"), {0: own.get("grad_scaler")})
         of_optimizer = scaler_of([*scalers.values()], folder)
         scaler = scaler or of_optimizer

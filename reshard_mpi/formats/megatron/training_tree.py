@@ -8,6 +8,7 @@ moments of other parameters where its state is named and its buckets are several
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -224,15 +225,22 @@ def kind_of_group(group: Dict) -> str:
     return text_of(list(map(group.get, _OF_GROUP_ALONE)))
 
 
-def merged(optimizers: Sequence[Value], folder: str) -> list[Dict]:
-    """Return the groups of all ranks of an optimizer, each once: a rank has groups of its own parameters alone."""
-    groups_by_kind: dict[str, Dict] = {}
+def merged(optimizers: Sequence[Value], folder: str, *, may_be_alike: bool = False) -> list[Dict]:
+    """Return the groups of all ranks of an optimizer, each once: a rank has groups of its own parameters alone.
+
+    Args:
+        may_be_alike: a rank may have several that nothing tells apart, as another framework's optimizer has.
+    """
+    groups_by_kind: dict[tuple[str, int], Dict] = {}
     for rank, optimizer in enumerate(optimizers):
+        alike: Counter[str] = Counter()  # groups of this rank that nothing tells apart
         groups = entry_of(optimizer, "param_groups")
         for group in groups or []:
             if type(group) is not Dict:
                 raise ShardError("a group of the optimizer of a Megatron checkpoint is no dictionary", where=folder)
-            first = groups_by_kind.setdefault(kind_of_group(group), group)
+            kind = kind_of_group(group)
+            first = groups_by_kind.setdefault((kind, alike[kind]), group)
+            alike[kind] += may_be_alike
             if text_of(first) != text_of(group):
                 raise not_of_one_save("the settings of its optimizer's groups alike", f"others of rank {rank}", folder)
     return [*groups_by_kind.values()]
