@@ -12,5 +12,12 @@ into the metadata (see `header`). A file of the same tensors is always written a
 from __future__ import annotations
 
 from reshard_mpi.formats.protocol import no_sums as stored_sums
-from reshard_mpi.formats.safetensors.reader import NAME, locate, read_back
-from reshard_mpi.formats.safetensors.writer import check_crc, reserve, seal, size_at_most_bytes
+from reshard_mpi.formats.safetensors.single_file import (
+    NAME,
+    check_crc,
+    locate,
+    read_back,
+    reserve,
+    seal,
+    size_at_most_bytes,
+)
