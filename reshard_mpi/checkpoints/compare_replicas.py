@@ -1,20 +1,22 @@
-"""Compare replicas byte by byte before anything is written (`compare`, `compare_checks`)."""
+"""Compare replicas before anything is written (`compare`, `compare_checks`), and read what targets must share."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, groupby
 from operator import attrgetter
 
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.open_files import Files
-from reshard_mpi.engine.read import takes_numpy
+from reshard_mpi.engine.read import fill, takes_numpy
 from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
+from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.comparison_choice import ReplicaGroup
-from reshard_mpi.planning.rank_plan import Check, Copy, Limits
-from reshard_mpi.planning.source_flaws import Differing, UnusableShard, named
+from reshard_mpi.planning.rank_plan import Check, Copy, Limits, SharedFact, TensorPlan
+from reshard_mpi.planning.source_flaws import Differing, PrefixDigest, UnusableShard, named
 from reshard_mpi.planning.source_tensors import TensorPart
 from reshard_mpi.text import KIB
 
@@ -78,6 +80,37 @@ def compare_checks(
             pairs = (check._replace(copies=(first, other)) for other in others)
             ranks = [pair.copies[1].source_rank for pair in pairs if first_difference(pair, limits=limits, files=files)]
         yield Differing(check.name, (first.source_rank, *ranks))
+
+
+def numbers_counted(counters: Iterable[tuple[str, TensorPlan]], limits: Limits) -> tuple[SharedFact, ...]:
+    """Read step counters, each given behind the path of a shard that has it; targets of one checkpoint share them."""
+    facts = []
+    with Files() as files:
+        for path, counter in counters:
+            values = numbers(_content(counter, files, limits), counter.spec.dtype)
+            facts.append(SharedFact(counter.spec.name, str(values if counter.spec.global_shape else values[0]), path))
+    return tuple(facts)
+
+
+def digests_of(starts: Iterable[TensorPlan], limits: Limits) -> tuple[PrefixDigest, ...]:
+    """Read the beginnings of tensors that no strategy lists, and return their digests, to be compared by targets."""
+    with Files() as files:
+        return tuple(
+            PrefixDigest(
+                start.spec.name,
+                hashlib.sha256(_content(start, files, limits)).hexdigest(),
+                start.copies[0].source_rank,
+            )
+            for start in starts
+        )
+
+
+def _content(tensor: TensorPlan, files: Files, limits: Limits) -> bytes:
+    """Return the bytes of a small tensor."""
+    content = bytearray(tensor.spec.size_bytes)
+    for region in tensor.copies:
+        fill(files, region, tensor.spec.box, memoryview(content), limits)
+    return bytes(content)
 
 
 def comparing_bytes(limits: Limits) -> int:

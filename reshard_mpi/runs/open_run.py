@@ -233,12 +233,12 @@ def open_run(
         packed = conversion.view.packed
         request = request._replace(prefix=packed.prefix)
         read = read._replace(target=Strategy(len(packed.files), 1, {}))  # which file has what is known
-        conversion = conversion.to(read.target)
+        conversion = conversion.changed(target=read.target)
     if traits.split_by_size:
         reserve_for_planning()
         whole = conversion.plan(0, checked=False).tensors.specs
         read = read._replace(target=strategy_of(filled_files(whole, request.most_file_bytes)))
-        conversion = conversion.to(read.target)
+        conversion = conversion.changed(target=read.target)
     targets = chosen_targets(request, conversion)
     if is_sampled:
         _refuse_overlap(request, shards, name, targets, read.target)

@@ -1,27 +1,24 @@
-"""Plan target ranks from one source, mapped if asked (`Conversion`)."""
+"""Plan target ranks from one source, mapped if asked (`Conversion`), and warn of optimizer state that stays whole."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from itertools import islice
+from math import prod
 from typing import TYPE_CHECKING, Any
 
-from reshard_mpi.checkpoints.compare_replicas import compare_checks
+from reshard_mpi.checkpoints.compare_replicas import compare_checks, digests_of, numbers_counted
 from reshard_mpi.checkpoints.compare_samples import drifted_tensors, rank_of_another_stage, require_one_of_stages
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.refuse_sources import require_files_meant
 from reshard_mpi.checkpoints.shard_files import SingleShard
 from reshard_mpi.checkpoints.shard_opener import ShardOpener, ShardShare, require_consistent_source
 from reshard_mpi.checkpoints.source import SourceCheckpoint
-from reshard_mpi.engine.open_files import Files
-from reshard_mpi.engine.read import fill
-from reshard_mpi.errors import CoverageError, ReshardError
-from reshard_mpi.formats.dtypes import numbers
+from reshard_mpi.errors import CoverageError, ReshardError, StrategyError
 from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
 from reshard_mpi.planning.plan_target import plan_target
 from reshard_mpi.planning.rank_choice import Replicas, check_target_rank
-from reshard_mpi.planning.rank_plan import Check, Limits, RankPlan, SharedFact, TensorPlan
+from reshard_mpi.planning.rank_plan import Check, Limits, RankPlan, SharedFact
 from reshard_mpi.planning.shared_facts import (
     loose_beginnings,
     moment_counters,
@@ -44,8 +41,9 @@ from reshard_mpi.planning.target_tensors import Policy, TensorClass
 from reshard_mpi.planning.tensor_names import Unlisted, find_or_follow, is_dropped
 from reshard_mpi.quantization.weights import SCHEME_TEXT
 from reshard_mpi.sharding import strategy_table
+from reshard_mpi.sharding.placement import Shape
 from reshard_mpi.sharding.strategy import Strategy
-from reshard_mpi.text import MIB
+from reshard_mpi.text import MIB, shortened
 
 if TYPE_CHECKING:
     from reshard_mpi.quantization.weights import QuantizedWeights
@@ -166,9 +164,7 @@ class Conversion:
         nest = next((each[NEST] for each in strings if NEST in each), None)
         may_cut = self.target.world_size > 1 or self.policy.unlisted is Unlisted.DROP
         if nest is not None and may_cut and not self.once and self.policy.unlisted is not Unlisted.REPLICATE:
-            from reshard_mpi.runs.uncut_state import with_warning
-
-            plan = with_warning(plan, self.placed_target, nest, self.policy, self.source.files.path)
+            plan = _with_warning(plan, self.placed_target, nest, self.policy, self.source.files.path)
         if plan.gradients:
             from reshard_mpi.planning.gradient_joining import notes_on
 
@@ -321,10 +317,6 @@ class Conversion:
         view = None if self.view is None else self.view.of(source)
         return self.changed(source=source, view=view)
 
-    def to(self, target: Strategy) -> Conversion:
-        """Return the same conversion to other targets."""
-        return self.changed(target=target)
-
     def forget(self) -> None:
         """Free what has been read of shards; it is read again when it is needed."""
         self.source.forget()
@@ -368,38 +360,14 @@ class Conversion:
             return ()
         strategy = self.planned_source.strategy
         counters = moment_counters(manifests, lambda name: bool(find_or_follow(strategy, name, lambda _: True)))
-        with Files() as files:
-            return tuple(SharedFact(counter.spec.name, self._shown(counter, files), path) for path, counter in counters)
-
-    def _shown(self, counter: TensorPlan, files: Files) -> str:
-        values = numbers(self._content(counter, files), counter.spec.dtype)
-        return str(values if counter.spec.global_shape else values[0])
-
-    def _content(self, tensor: TensorPlan, files: Files) -> bytes:
-        """Return the bytes of a small tensor."""
-        content = bytearray(tensor.spec.size_bytes)
-        for region in tensor.copies:
-            fill(files, region, tensor.spec.box, memoryview(content), self.limits)
-        return bytes(content)
+        return numbers_counted(counters, self.limits)
 
     def _beginnings(self, plan: RankPlan) -> tuple[PrefixDigest, ...]:
         strategy = self.planned_source.strategy
         if strategy.world_size == 1 or self._keeps_each_ranks_own:
             return ()  # there is nothing else to take
         texts = text_digests(plan, of_stages=strategy.stages > 1)
-        starts = tuple(loose_beginnings(plan))
-        if not starts:
-            return tuple(texts)
-        with Files() as files:
-            of_tensors = (
-                PrefixDigest(
-                    start.spec.name,
-                    hashlib.sha256(self._content(start, files)).hexdigest(),
-                    start.copies[0].source_rank,
-                )
-                for start in starts
-            )
-            return (*texts, *of_tensors)
+        return (*texts, *digests_of(loose_beginnings(plan), self.limits))
 
     def _differing(self, checks: Iterable[Check]) -> tuple[Differing, ...]:
         """Return the tensors whose copies differ, where targets get one of these alone."""
@@ -416,3 +384,62 @@ class Conversion:
                 placed = placed.listing_also(listed, placed.alike)
             self._table = strategy_table.dumps(placed)
         return self._table
+
+
+def _with_warning(plan: RankPlan, target: Strategy, nest: str, policy: Policy, where: str) -> RankPlan:
+    """Return a plan that warns of state which is whole, and has the shape of a tensor that the strategy cuts.
+
+    torch's optimizers call their state by numbers, or by names that lack what the model's begin with. Such state does
+    not follow its parameter: it lies whole beside a slice, and is not dropped with what no rule matches.
+
+    If what is not listed is dropped, it warns of all state that is kept because only a rule for every name matches it.
+    Raises StrategyError for whole state if the policy is strict.
+
+    Args:
+        nest: the text that says how its tensors are nested; where: the source, for the error.
+    """
+    kinds = ((group.kind.whole_shape, group.kind.own_box.shape) for group in plan.tensors.groups)
+    cut = {whole for whole, own in kinds if own != whole and prod(whole) > 1}
+    if not cut and policy.unlisted is not Unlisted.DROP:
+        return plan
+    state = list(_unplaced_state(plan, target, nest))
+    if policy.unlisted is Unlisted.DROP and state:
+        kept = (
+            f"the optimizer's state is kept ({shortened([name for name, *_ in state])}): it is not named after its"
+            " parameters, so a rule '*' takes it for a tensor of its own; --exclude leaves it out"
+        )
+        return plan._replace(warnings=(*plan.warnings, kept))
+    names = [name for name, whole, own in state if own == whole and whole in cut]
+    if not names:
+        return plan
+    if policy.strict:
+        raise StrategyError(
+            "the target strategy cuts parameters, and not the optimizer's state, which is not named after them",
+            expected="state that is cut as its parameter is",
+            got=f"{shortened(names)} whole",
+            where=f"{target.origin or 'the target strategy'} and {where}",
+            remedy="add rules for the state to that strategy (match = 'optimizer.state.0.*'), or leave it out"
+            " (--exclude); state of parameters whose names begin as the model's do follows them",
+        )
+    warning = (
+        f"the target strategy cuts parameters, and the optimizer's state is whole on every rank ({shortened(names)}),"
+        " since it is not named after them: torch cannot go on with such a rank alone; rules for the state cut it"
+    )
+    return plan._replace(warnings=(*plan.warnings, warning))
+
+
+def _unplaced_state(plan: RankPlan, target: Strategy, nest: str) -> Iterator[tuple[str, Shape, Shape]]:
+    """Yield the state that no rule or list of the target's strategy places by its name: name, whole and own shape."""
+    from reshard_mpi.formats.nest.nodes import NestError, parsed
+    from reshard_mpi.mapping.numbered_state import NO_TRAINING
+    from reshard_mpi.mapping.optimizers import STATE_KEY, optimizers_of
+
+    try:
+        optimizers = [optimizer for _, optimizer in optimizers_of(parsed(nest).root, NO_TRAINING)]
+    except (ValueError, RecursionError, NestError):  # a text that is no nest, which whoever nests tensors by it says
+        return
+    begins = tuple(f"{optimizer.path}{STATE_KEY}." for optimizer in optimizers)
+    for group in plan.tensors.groups if begins else ():
+        for name in group.names:
+            if name.startswith(begins) and (not target.find(name) or target.is_only_caught(name)):
+                yield name, group.kind.whole_shape, group.kind.own_box.shape

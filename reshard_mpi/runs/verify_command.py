@@ -204,7 +204,7 @@ def _opened_pair(
         assert conversion.view is not None
         packed = conversion.view.packed
         target = _packed_target(target_files, packed)
-        conversion = conversion.to(target.strategy)
+        conversion = conversion.changed(target=target.strategy)
     otherwise = made_otherwise(request, digests, chosen_files(files), run, target_files.path)
     for damage in damage_of_index(folder_of_records(target_files.path, target_files.format)):
         raise damage
