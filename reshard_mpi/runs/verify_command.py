@@ -128,7 +128,9 @@ class _ComparedCheckpoints(NamedTuple):
             return []
         record = finder.find(path, rank)
         is_kept = record is not None and record.besides
-        damage = [*damage_besides(path, self.target.files.locate(path).tensors, record)] if is_kept else []
+        damage: list[ReshardError] = []
+        if is_kept:
+            damage += damage_besides(path, self.target.files.locate(path).tensors, record)
         if not damage and formats.info(self.target.files.format).packs:
             try:
                 formats.by_name(self.target.files.format).check_crc(path, lambda _: None)
