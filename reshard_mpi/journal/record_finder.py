@@ -230,7 +230,7 @@ def damage_besides(path: str, tensors: TensorTable, record: TargetRecord | None)
 
 
 def folder_of_records(path: str, format_name: str) -> Path:
-    """Return the folder in which a run keeps what it says of the checkpoint at `path`.
+    """Return the folder that has the records of the run which made the checkpoint at `path`.
 
     A format that packs has a folder of its own in the target folder for each checkpoint; others may lie beside it.
 
