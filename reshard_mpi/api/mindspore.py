@@ -18,7 +18,6 @@ from reshard_mpi.formats.manifest import Specs
 from reshard_mpi.options import check_count, check_number, check_numbers, check_part, check_path, check_text
 from reshard_mpi.planning.rank_choice import joined_ranks, needed_ranks
 from reshard_mpi.planning.rank_plan import RankPlan
-from reshard_mpi.planning.tensor_names import Unlisted
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.runs.open_run import filled_files, open_run
 from reshard_mpi.runs.outcome import Report
@@ -26,7 +25,7 @@ from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request, Strategies, TargetFiles
 from reshard_mpi.sharding.merge_strategies import merge
-from reshard_mpi.sharding.strategy import unsharded
+from reshard_mpi.sharding.strategy import Unlisted, unsharded
 from reshard_mpi.text import GIB
 
 # What these functions call the strategies of both sides.

@@ -18,6 +18,7 @@ from reshard_mpi.formats.locations import LibraryRead
 from reshard_mpi.formats.manifest import NEST, Manifest, common_nest, nest_settings, shown_string
 from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.comparison_choice import RankPair, Sampled, Sampler, places, rank_pairs, share
+from reshard_mpi.planning.rank_choice import is_partial_sum
 from reshard_mpi.planning.source_flaws import TEXT, Differing
 from reshard_mpi.planning.strategy_check import (
     NO_DRIFT,
@@ -29,10 +30,9 @@ from reshard_mpi.planning.strategy_check import (
     unexpected_stage_error,
     unknown_tensor,
 )
-from reshard_mpi.planning.tensor_names import Unlisted, is_partial_sum
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Shape
-from reshard_mpi.sharding.strategy import Strategy
+from reshard_mpi.sharding.strategy import Strategy, Unlisted
 from reshard_mpi.text import MIB
 
 # Parts with fewer different elements, or fewer bytes, may be equal by chance, or be all zeros or ones.

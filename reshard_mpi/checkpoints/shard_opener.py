@@ -21,10 +21,9 @@ from reshard_mpi.planning.rank_choice import needed_ranks, wants
 from reshard_mpi.planning.source_flaws import UnusableShard, errors_text
 from reshard_mpi.planning.source_tensors import SourceTensors
 from reshard_mpi.planning.target_tensors import Policy, TargetTensors
-from reshard_mpi.planning.tensor_names import Unlisted, find_or_follow, is_dropped, listed_names
 from reshard_mpi.sharding.layout import UnknownLengthError
 from reshard_mpi.sharding.placement import Placement
-from reshard_mpi.sharding.strategy import Pattern, Strategy
+from reshard_mpi.sharding.strategy import Pattern, Strategy, Unlisted, find_or_follow, is_dropped, listed_names
 
 # The first ranks of a stage that are looked at, and as many of the last ones, which hold uneven parts.
 _LOOKED_AT = 8

@@ -12,8 +12,8 @@ from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.locations import ByteRange, Dequantized, LibraryRead, Reduced
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.chunk_reads import held_tensor
+from reshard_mpi.planning.rank_choice import is_partial_sum
 from reshard_mpi.planning.rank_plan import Check, Copy, Limits, RankPlan, TensorPlan, meeting
-from reshard_mpi.planning.tensor_names import is_partial_sum
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import KIB
 

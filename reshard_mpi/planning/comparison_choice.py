@@ -15,14 +15,13 @@ from itertools import accumulate, islice
 from typing import NamedTuple, TypeVar
 
 from reshard_mpi.formats.tensor_table import TensorTable
-from reshard_mpi.planning.rank_choice import Replicas
+from reshard_mpi.planning.rank_choice import Replicas, is_partial_sum
 from reshard_mpi.planning.shared_facts import MOMENTS
 from reshard_mpi.planning.source_tensors import SourceGroup, TensorPart, parts_meeting
-from reshard_mpi.planning.tensor_names import find_or_follow, is_partial_sum
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Piece, Placement, Shape, unravel
-from reshard_mpi.sharding.strategy import Strategy
+from reshard_mpi.sharding.strategy import Strategy, find_or_follow
 
 T = TypeVar("T")
 

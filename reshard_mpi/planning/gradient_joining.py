@@ -18,10 +18,10 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS, TensorTable, TensorType
 from reshard_mpi.planning.comparison_choice import ReplicaGroup
 from reshard_mpi.planning.made_tensors import constant
+from reshard_mpi.planning.rank_choice import ACCUMULATORS, Accumulated, GradientShare, is_partial_sum
 from reshard_mpi.planning.rank_plan import AccumulatedGradients, ReadGroup
 from reshard_mpi.planning.source_flaws import UnusableShard, named
 from reshard_mpi.planning.source_tensors import SourceGroup, SourceTensors, TensorPart
-from reshard_mpi.planning.tensor_names import ACCUMULATORS, Accumulated, GradientShare, is_partial_sum
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy import Strategy, named_after

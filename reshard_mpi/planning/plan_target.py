@@ -10,7 +10,7 @@ from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, S
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, apart_error
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.planning.comparison_choice import replicas_to_compare
-from reshard_mpi.planning.rank_choice import Replicas, choose_holders
+from reshard_mpi.planning.rank_choice import GradientShare, Replicas, choose_holders
 from reshard_mpi.planning.rank_plan import Group, PlannedTensors, RankPlan, ReadGroup, SharedFact
 from reshard_mpi.planning.shared_facts import (
     CommonStrings,
@@ -24,9 +24,8 @@ from reshard_mpi.planning.shared_facts import (
 from reshard_mpi.planning.source_flaws import UnusableShard, errors_text, named
 from reshard_mpi.planning.source_tensors import SourceGroup, TensorPart
 from reshard_mpi.planning.target_tensors import TargetTensors, TensorClass
-from reshard_mpi.planning.tensor_names import GradientShare, Unlisted, everywhere, find_or_follow
 from reshard_mpi.sharding.placement import Piece, Placement
-from reshard_mpi.sharding.strategy import Strategy, named_after
+from reshard_mpi.sharding.strategy import Strategy, Unlisted, everywhere, find_or_follow, named_after
 
 
 def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:

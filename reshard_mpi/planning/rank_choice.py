@@ -1,32 +1,62 @@
-"""Choose the ranks that are read and written: of replicas (`choose_holders`), for a target (`needed_ranks`)."""
+"""Choose the ranks that are read and written: of replicas (`choose_holders`), for a target (`needed_ranks`).
+
+Partial sums are accumulated gradients: sums of gradients of a step that is not finished, of which each rank has added
+up those of its own samples. All ranks that hold the same piece of one are needed.
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
-from enum import StrEnum
+from enum import Enum, StrEnum
 from functools import lru_cache
 from itertools import chain, islice
 
 from reshard_mpi.errors import LayoutError, UsageError
-from reshard_mpi.planning.tensor_names import (
-    Accumulated,
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.layout import Layout, alignments, stand_in_shape
+from reshard_mpi.sharding.placement import Piece, Placement
+from reshard_mpi.sharding.strategy import (
+    Strategy,
     Unlisted,
     everywhere,
     find_or_follow,
     is_dropped,
-    is_partial_sum,
     require_common_parameters,
 )
-from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.layout import Layout, alignments, stand_in_shape
-from reshard_mpi.sharding.placement import Piece, Placement
-from reshard_mpi.sharding.strategy import Strategy
 
 Demands = Mapping[Placement, Collection[Piece]]
 ChosenHolders = dict[tuple[Placement, Piece], int]
 # The needed pieces of one parameter, by placement; several if the layout can be divided in several ways (nesting).
 NeededPieces = tuple[tuple[Placement, tuple[Piece, ...]], ...]
+# `accu_grads.<parameter>` is MindSpore's name, `grad_sum.<parameter>` its guide's; either may have more before it.
+ACCUMULATORS = ("accu_grads", "grad_sum")
+
+
+class Accumulated(StrEnum):
+    """The handling of accumulated gradients whose sums differ between ranks that hold the same piece.
+
+    MEAN: every target rank gets the mean of all. SUM: the lowest of the target ranks that hold the same piece gets the
+    sum of all, and the others zeros. REFUSE: the run is refused.
+    """
+
+    MEAN = "mean"
+    SUM = "sum"
+    REFUSE = "refuse"
+
+
+class GradientShare(Enum):
+    """The part of a tensor for a target rank: one rank's, the sum of all replicas, or zeros."""
+
+    TAKEN = "taken"
+    JOINED = "joined"
+    ZEROS = "zeros"
+
+
+def is_partial_sum(name: str) -> bool:
+    """Tell whether copies of a parameter may differ because each is a part of a sum."""
+    first, second = ACCUMULATORS
+    return (first in name or second in name) and any(part in ACCUMULATORS for part in name.split(".")[:-1])
 
 
 class Replicas(StrEnum):

@@ -10,12 +10,12 @@ from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorType
+from reshard_mpi.planning.rank_choice import is_partial_sum
 from reshard_mpi.planning.source_flaws import NONE_LOST, UnusableShard, errors_text
-from reshard_mpi.planning.tensor_names import everywhere, find_or_follow, is_partial_sum
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout, UnknownLengthError, whole_shape, whole_shape_of_parts
 from reshard_mpi.sharding.placement import Piece, Placement, Shape
-from reshard_mpi.sharding.strategy import Strategy, named_after
+from reshard_mpi.sharding.strategy import Strategy, everywhere, find_or_follow, named_after
 
 # What to do where one shard contradicts another one: nothing tells which of the two is wrong.
 _OF_ANOTHER = (

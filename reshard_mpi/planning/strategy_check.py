@@ -14,10 +14,9 @@ from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.comparison_choice import MAX_TENSORS, RankPair
 from reshard_mpi.planning.source_flaws import Differing
-from reshard_mpi.planning.tensor_names import Unlisted, find_or_follow
 from reshard_mpi.sharding.layout import fitted_to_part
 from reshard_mpi.sharding.placement import Placement, Shape
-from reshard_mpi.sharding.strategy import Pattern, Strategy, named_after
+from reshard_mpi.sharding.strategy import Pattern, Strategy, Unlisted, find_or_follow, named_after
 from reshard_mpi.text import KIB, counted, nearest_first
 
 # A value that each rank has for itself (random state, a counter) is small, has one dimension at most, and only one

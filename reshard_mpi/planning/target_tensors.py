@@ -8,25 +8,31 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard_mpi.errors import LayoutError, ReshardError, StrategyError, UsageError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorType
-from reshard_mpi.planning.rank_choice import Replicas, home_rank, pieces_written_by, wants
+from reshard_mpi.planning.rank_choice import (
+    Accumulated,
+    GradientShare,
+    Replicas,
+    home_rank,
+    is_partial_sum,
+    pieces_written_by,
+    wants,
+)
 from reshard_mpi.planning.shared_facts import require_tensors_or_strings
 from reshard_mpi.planning.source_flaws import UnusableShard
 from reshard_mpi.planning.source_tensors import SourceGroup, SourceTensors, TensorPart, needed_parts
-from reshard_mpi.planning.tensor_names import (
-    Accumulated,
-    GradientShare,
+from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.placement import Piece, Placement
+from reshard_mpi.sharding.strategy import (
+    Strategy,
     Unlisted,
     everywhere,
     find_or_follow,
     is_dropped,
-    is_partial_sum,
     listed_names,
     may_be_held,
+    named_after,
 )
-from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.layout import Layout
-from reshard_mpi.sharding.placement import Piece, Placement
-from reshard_mpi.sharding.strategy import Strategy, named_after
 
 if TYPE_CHECKING:
     from reshard_mpi.planning.gradient_joining import GradientJoining

@@ -26,8 +26,8 @@ from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, MapResult,
 from reshard_mpi.mapping.rules import Rules, element_value
 from reshard_mpi.mapping.selection import TargetTemplate
 from reshard_mpi.planning.made_tensors import MappedTensors, dequantized
+from reshard_mpi.planning.rank_choice import Accumulated, is_partial_sum
 from reshard_mpi.planning.rank_plan import LEFT_OUT, RankPlan
-from reshard_mpi.planning.tensor_names import Accumulated, is_partial_sum
 from reshard_mpi.quantization.weights import SCHEME_TEXT, QuantizedWeight, QuantizedWeights
 from reshard_mpi.runs.check_maps import TensorMap, require_known_sums, source_warnings, tensor_at, tied_tensors
 from reshard_mpi.runs.plan_conversion import Conversion

@@ -27,8 +27,8 @@ from reshard_mpi.mapping.numbered_state import named_tensors, training_in
 from reshard_mpi.mapping.result import DerivedTensor, Equal, MapResult
 from reshard_mpi.mapping.rules import TYPES, Rules
 from reshard_mpi.mapping.selection import Selection, TargetTemplate
+from reshard_mpi.planning.rank_choice import is_partial_sum
 from reshard_mpi.planning.rank_plan import RankPlan, TensorPlan
-from reshard_mpi.planning.tensor_names import is_partial_sum
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.box import Box

@@ -33,10 +33,9 @@ from reshard_mpi.journal.record_finder import (
 )
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, strategy_of_run
 from reshard_mpi.journal.target_records import TensorSum, sums_of_wholes
-from reshard_mpi.planning.rank_choice import Replicas
+from reshard_mpi.planning.rank_choice import Replicas, is_partial_sum
 from reshard_mpi.planning.rank_plan import Limits, RankPlan, TensorPlan
 from reshard_mpi.planning.target_tensors import Policy
-from reshard_mpi.planning.tensor_names import is_partial_sum
 from reshard_mpi.runs.outcome import Checked
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.progress import Progress, SliceCounter

@@ -12,7 +12,6 @@ from reshard_mpi.formats.locations import Constant, LibraryRead
 from reshard_mpi.formats.tensor_table import ChunkedTensors
 from reshard_mpi.planning.rank_plan import Copy, RankPlan
 from reshard_mpi.planning.source_tensors import SourceGroup
-from reshard_mpi.planning.tensor_names import Unlisted, find_or_follow, placing_name
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.open_run import Run, open_for_planning
 from reshard_mpi.runs.outcome import Outcome, agreed
@@ -23,7 +22,7 @@ from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Shape
-from reshard_mpi.sharding.strategy import Strategy
+from reshard_mpi.sharding.strategy import Strategy, Unlisted, find_or_follow, placing_name
 from reshard_mpi.sharding.toml_spec import place_of_layout, place_of_rule
 from reshard_mpi.text import counted, did_you_mean, format_bytes, number_ranges, one_line, shortened
 

@@ -24,14 +24,14 @@ from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, parts_of
 from reshard_mpi.mapping.selection import is_chosen
 from reshard_mpi.planning.gradient_joining import gradients_like, notes_on
 from reshard_mpi.planning.made_tensors import MappedTensors
+from reshard_mpi.planning.rank_choice import is_partial_sum
 from reshard_mpi.planning.rank_plan import Limits, PlannedTensors, RankPlan, TensorPlan
 from reshard_mpi.planning.shared_facts import OWN
 from reshard_mpi.planning.source_flaws import MissingRanks, UnusableShard
-from reshard_mpi.planning.tensor_names import Unlisted, is_partial_sum
 from reshard_mpi.runs.apply_maps import MapsOutcome, SourceMaps, notes_of_nest, notes_of_tensors, origins
 from reshard_mpi.runs.check_maps import TensorMap, require_equal, require_padding, target_warnings
 from reshard_mpi.runs.plan_conversion import Conversion
-from reshard_mpi.sharding.strategy import Strategy, unsharded
+from reshard_mpi.sharding.strategy import Strategy, Unlisted, unsharded
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.maps_and_packing import Packing

@@ -15,9 +15,8 @@ from reshard_mpi.filesystem.paths import is_object_path, real_path
 from reshard_mpi.formats.manifest import Specs
 from reshard_mpi.journal.run_records import CHOSEN, FILES_BY_DIGEST, RunIdentity, joined_maps, joined_words
 from reshard_mpi.journal.target_journal import Journal
-from reshard_mpi.planning.rank_choice import Replicas, check_target_rank
+from reshard_mpi.planning.rank_choice import Accumulated, Replicas, check_target_rank
 from reshard_mpi.planning.target_tensors import Policy
-from reshard_mpi.planning.tensor_names import Accumulated
 from reshard_mpi.runs.maps_and_packing import apply_map, packing_of, require_target_options
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.process_memory import RunMemory, Workload

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.errors import ReshardError
+from reshard_mpi.planning.rank_choice import Accumulated, is_partial_sum
 from reshard_mpi.planning.rank_plan import LEFT_OUT, RankPlan
 from reshard_mpi.planning.source_flaws import warnings_of
-from reshard_mpi.planning.tensor_names import Accumulated, is_partial_sum
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.open_run import Run
 from reshard_mpi.runs.outcome import Outcome, together

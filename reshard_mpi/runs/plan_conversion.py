@@ -38,11 +38,10 @@ from reshard_mpi.planning.strategy_check import (
     unconfirmed_rules,
 )
 from reshard_mpi.planning.target_tensors import Policy, TensorClass
-from reshard_mpi.planning.tensor_names import Unlisted, find_or_follow, is_dropped
 from reshard_mpi.quantization.weights import SCHEME_TEXT
 from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.placement import Shape
-from reshard_mpi.sharding.strategy import Strategy
+from reshard_mpi.sharding.strategy import Strategy, Unlisted, find_or_follow, is_dropped
 from reshard_mpi.text import MIB, shortened
 
 if TYPE_CHECKING:

@@ -21,11 +21,11 @@ from reshard_mpi.formats.locations import ByteRange, ByteRanges, paths_of
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.journal.record_finder import RecordFinder, fits_record, folder_of_records, run_of
 from reshard_mpi.journal.run_records import CHOSEN, CommitRecord, RunIdentity, joined_words
+from reshard_mpi.planning.rank_choice import Accumulated
 from reshard_mpi.planning.rank_plan import Copy, RankPlan, TensorPlan
-from reshard_mpi.planning.tensor_names import Accumulated, Unlisted
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.strategy import Strategy
+from reshard_mpi.sharding.strategy import Strategy, Unlisted
 
 if TYPE_CHECKING:
     from reshard_mpi.journal.staged_parts import StagedParts

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reshard_mpi.errors import ReshardError, UsageError, as_reshard_error
 from reshard_mpi.filesystem.paths import absolute_path, is_object_path
 from reshard_mpi.options import OPTIONS, PATH, TargetShare
-from reshard_mpi.planning.rank_choice import Replicas
-from reshard_mpi.planning.tensor_names import Accumulated, Unlisted
+from reshard_mpi.planning.rank_choice import Accumulated, Replicas
 from reshard_mpi.processes.governor import Allowance
-from reshard_mpi.sharding.strategy import Strategy, unsharded
+from reshard_mpi.sharding.strategy import Strategy, Unlisted, unsharded
 
 if TYPE_CHECKING:
     from reshard_mpi.checkpoints.shard_files import ShardFiles

@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import DisagreementError, LayoutError
 from reshard_mpi.planning.source_tensors import SourceTensors
-from reshard_mpi.planning.tensor_names import find_or_follow
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.sharding.layout import Layout
-from reshard_mpi.sharding.strategy import Strategy
+from reshard_mpi.sharding.strategy import Strategy, find_or_follow
 
 # Files filled by several processes are cut at multiples of this, so no two of them write to one page.
 CUT_BYTES = 1 << 20

@@ -25,7 +25,7 @@ from reshard_mpi.errors import told as error_told
 from reshard_mpi.journal.commit import commit_if_complete
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.comparison_choice import ReplicaGroup, partition_for
-from reshard_mpi.planning.rank_choice import Replicas
+from reshard_mpi.planning.rank_choice import Accumulated, Replicas
 from reshard_mpi.planning.rank_plan import CHOSEN_FILES, RankPlan, SharedFact
 from reshard_mpi.planning.shared_facts import (
     differing_stages,
@@ -35,7 +35,6 @@ from reshard_mpi.planning.shared_facts import (
 )
 from reshard_mpi.planning.source_flaws import UnusableShard, difference_messages
 from reshard_mpi.planning.strategy_check import NO_DRIFT, Drift, drift_warning, require_no_drift
-from reshard_mpi.planning.tensor_names import Accumulated
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Outcome, attempt, raise_first_failure, record_of, together
 from reshard_mpi.runs.plan_conversion import Conversion

@@ -35,7 +35,6 @@ from reshard_mpi.journal.record_finder import (
 from reshard_mpi.planning.gradient_joining import notes_on
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.target_tensors import Policy
-from reshard_mpi.planning.tensor_names import Unlisted
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor import Governor
 from reshard_mpi.runs.check_sums import (
@@ -62,7 +61,7 @@ from reshard_mpi.runs.recorded_runs import (
 )
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.scheduling import assign, target_weights
-from reshard_mpi.sharding.strategy import Strategy
+from reshard_mpi.sharding.strategy import Strategy, Unlisted
 from reshard_mpi.text import counted
 
 # Damaged tensors located in one shard; if there are more, one line says so.

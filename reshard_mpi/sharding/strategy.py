@@ -1,4 +1,4 @@
-"""Define the placements of a whole checkpoint, by names of tensors or patterns of names (`Strategy`, `Patterns`).
+"""Define the placements of a checkpoint, by names of tensors or patterns of them (`Strategy`, `find_or_follow`).
 
 Patterns mean what they mean to `fnmatch.fnmatchcase`. But a spec may have a thousand of them, and a checkpoint tens of
 thousands of names from anybody, so no name may take long: a pattern is split into its parts once, and a name is
@@ -8,15 +8,17 @@ searched once for each part. The first that matches counts.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from enum import StrEnum
 from fnmatch import translate
 from functools import cached_property
 from operator import itemgetter
 from typing import Final
 
-from reshard_mpi.errors import LayoutError
+from reshard_mpi.errors import LayoutError, StrategyError
 from reshard_mpi.sharding.placement import Placement, replicated
 
+_WILDCARDS = frozenset("*?[")
 # How many names a strategy remembers the answers for.
 _MAX_KNOWN = 1 << 16
 
@@ -349,3 +351,92 @@ def ends_of(name: str) -> Iterator[int]:
     while dot >= 0:
         yield dot + 1
         dot = name.find(".", dot + 1)
+
+
+class Unlisted(StrEnum):
+    """What becomes of parameters that the target strategy does not list."""
+
+    FOLLOW = "follow"
+    REPLICATE = "replicate"
+    DROP = "drop"
+
+
+def find_or_follow(strategy: Strategy, name: str, fits: Callable[[str], bool]) -> tuple[Placement, ...]:
+    """Return the placements that `strategy` gives `name`, else those given to the listed name that it follows.
+
+    Args:
+        fits: tells whether the parameter has the same whole shape as the one of a given name; it only follows such. A
+            rule for every name (`*`) places what is neither listed nor follows another. Empty if nothing places the
+            parameter.
+    """
+    listed = strategy.of_every_name or strategy.parameters.get(name)
+    if listed:  # the common case, so it comes first
+        return listed
+    placing = placing_name(strategy, name, fits)
+    return () if placing is None else strategy.find(placing)
+
+
+def placing_name(strategy: Strategy, name: str, fits: Callable[[str], bool]) -> str | None:
+    """Return the name whose placements `find_or_follow` gives a parameter: its own, or one that it is named after."""
+    listed = strategy.find(name)
+    if listed and not strategy.is_only_caught(name):
+        return name
+    base = next(filter(fits, strategy.followed(name)), None)
+    return base if base is not None or not listed else name
+
+
+def is_dropped(target: Strategy, name: str, present: Container[str]) -> bool:
+    """Tell whether a target leaves out a tensor if it gets nothing but what its strategy lists (`Unlisted.DROP`).
+
+    A tensor that only a rule for every name (`*`) places counts as listed, unless it is the state of a parameter: named
+    after one that is listed, or that is `present` in the checkpoint.
+    """
+    if not target.is_only_caught(name):
+        return not target.find(name)
+    return bool(target.followed(name)) or any(base in present for base in named_after(name))
+
+
+def may_be_held(target: Strategy, stage: int, name: str, unlisted: Unlisted, present: Container[str]) -> bool:
+    """Tell whether a stage of the target may hold a tensor: False if it does not, whatever the tensor's shape.
+
+    Args:
+        present: the tensors that are known to be in the checkpoint. What nothing places may be held.
+    """
+    if unlisted is Unlisted.DROP and is_dropped(target, name, present):
+        return False
+    options = [target.find(name)]
+    if unlisted is Unlisted.FOLLOW and (not options[0] or target.is_only_caught(name)):
+        options += map(target.find, target.followed(name))
+    return any(not placements or any(stage in each.stages for each in placements) for placements in options)
+
+
+def listed_names(strategy: Strategy) -> Iterator[str]:
+    """Yield names that a strategy lists one by one, and rules without wildcards."""
+    yield from strategy.parameters
+    yield from (glob for glob, _ in strategy.rules if not _WILDCARDS.intersection(glob))
+
+
+def everywhere(strategy: Strategy) -> Placement:
+    """Return the placement of a parameter that every rank of every stage holds whole."""
+    return Placement((strategy.stage_size,), stages=tuple(range(strategy.stages)))
+
+
+def require_common_parameters(source: Strategy, target: Strategy) -> None:
+    """Raise StrategyError if neither strategy places any parameter that the other lists. Rules are not looked at."""
+    if source.rules or target.rules:
+        return
+    if any(find_or_follow(source, name, lambda _: True) for name in target.parameters):
+        return
+    if any(find_or_follow(target, name, lambda _: True) for name in source.parameters):
+        return
+    raise StrategyError(
+        "the two strategies have no parameter in common",
+        expected=f"parameters of {source.origin or 'the source strategy'}, such as {_example(source)}",
+        got=f"{len(target.parameters)} others, such as {_example(target)}",
+        where=target.origin,
+        remedy="check that both strategies belong to the same network",
+    )
+
+
+def _example(strategy: Strategy) -> str:
+    return repr(next(iter(strategy.parameters), ""))

@@ -15,21 +15,14 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.comparison_choice import ReplicaGroup, partition_for
 from reshard_mpi.planning.plan_target import plan_target
-from reshard_mpi.planning.rank_choice import Replicas, needed_ranks
+from reshard_mpi.planning.rank_choice import Accumulated, Replicas, is_partial_sum, needed_ranks
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.source_flaws import UnusableShard
 from reshard_mpi.planning.target_tensors import Policy, TargetTensors
-from reshard_mpi.planning.tensor_names import (
-    Accumulated,
-    Unlisted,
-    find_or_follow,
-    is_partial_sum,
-    require_common_parameters,
-)
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement
-from reshard_mpi.sharding.strategy import Strategy, named_after
+from reshard_mpi.sharding.strategy import Strategy, Unlisted, find_or_follow, named_after, require_common_parameters
 
 ROWS, COLUMNS, WHOLE = Placement((2,), ((0,), ())), Placement((2,), ((), (0,))), Placement((2,))
 LINE = Placement((2,), ((0,),))

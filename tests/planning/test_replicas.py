@@ -13,10 +13,9 @@ from support.in_memory import fewest, needed_holders, strategy_of
 
 from reshard_mpi.errors import UsageError
 from reshard_mpi.planning.rank_choice import Demands, choose_holders, home_rank, needed_ranks
-from reshard_mpi.planning.tensor_names import Unlisted
 from reshard_mpi.sharding.layout import Layout, stand_in_shape
 from reshard_mpi.sharding.placement import Piece, Placement
-from reshard_mpi.sharding.strategy import Strategy
+from reshard_mpi.sharding.strategy import Strategy, Unlisted
 
 # Everything is listed and has elements, so what a target needs follows from the strategies.
 LISTED = cases(unlisted=False, empty=False)

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_mpi.planning.strategy_check import dead_rules
-from reshard_mpi.planning.tensor_names import find_or_follow
 from reshard_mpi.runs.plan_command import shown_rules
 from reshard_mpi.sharding.placement import replicated
-from reshard_mpi.sharding.strategy import Pattern, Patterns, Strategy, named_after
+from reshard_mpi.sharding.strategy import Pattern, Patterns, Strategy, find_or_follow, named_after
 
 NAMES = st.text("ab.\n[", max_size=12)
 GLOBS = st.one_of(
