@@ -10,8 +10,7 @@ from itertools import zip_longest
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reshard_mpi.api.calls import PathLike, public, request_of
-from reshard_mpi.api.tensor_index import Index, chosen_of, require_fitting
+from reshard_mpi.api.calls import Index, PathLike, chosen_of, public, request_of, require_fitting
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.engine.regions import RegionReader
 from reshard_mpi.errors import DisagreementError, ShardError, UnknownTensorError, UsageError, WrongTypeError

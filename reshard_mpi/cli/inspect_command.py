@@ -103,7 +103,7 @@ class _Choice(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, written: str) -> _Choice:
-        from reshard_mpi.api.tensor_index import positions
+        from reshard_mpi.api.calls import positions
 
         index = _parsed(written, tensor.name)
         return cls(tensor, written, positions(index, tensor.shape, tensor.name), tensor.sources(index))
