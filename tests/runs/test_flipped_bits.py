@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 from collections.abc import Callable
 from itertools import count
@@ -102,6 +103,7 @@ def test_a_flipped_bit_is_found_in_a_folder_beside_the_records(
     """Megatron and DeepSpeed have a folder for each save."""
     src, out = training(tmp_path, is_named=True), tmp_path / "out"
     reshard_mpi.transform(src, out, verify=True, **PACKED[form])
+    assert "sums" not in json.loads((out / "reshard.json").read_text())  # they are of parts of tensors
     _require_found(src, out, check, places)
 
 
