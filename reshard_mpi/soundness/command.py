@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.checkpoints.discovery import find_shards
 from reshard_mpi.checkpoints.opening import require_same_choice
+from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.errors import CoverageError, DamageError, DisagreementError, ReshardError, ShardError, SourceError
+from reshard_mpi.journal.record_finder import RecordFinder
 from reshard_mpi.mapping.tensor_kinds import TensorKind, kind_of
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.diff import compare_copies
@@ -78,7 +80,7 @@ def audit(
         agreed(lambda: _require_same_weights(opened, previous, request), comm)
         if comm.rank == 0:
             progress.display.reading(opened.source.summary_text)
-        summed = verify_by_sums(request, comm, progress, memory)[1]
+        summed_files, summed = verify_by_sums(request, comm, progress, memory)
         contents, unreadable = _all_contents(opened, comm, progress)
         state = agreed(lambda: StateOfParameters.of(opened), comm)
         unlike_weights = _unlike_weights(opened, state, comm, progress)
@@ -91,7 +93,7 @@ def audit(
             found = [
                 *opened.flaws(),
                 *of_copies,
-                *_of_sums(summed, opened),
+                *_of_sums(summed, summed_files, opened),
                 *unreadable,
                 *value_findings(contents, opened.place, opened.roles),
                 *state.findings(opened, {content.name: content for content in contents}),
@@ -274,10 +276,21 @@ def _unlike_weights(
     return [finding for own in found for finding in own]
 
 
-def _of_sums(summed: Outcome, opened: AuditedCheckpoint) -> Iterator[Finding]:
-    """Yield the findings by sums. A file of a folder with an index may be nothing by itself."""
+def _of_sums(summed: Outcome, files: ShardFiles, opened: AuditedCheckpoint) -> Iterator[Finding]:
+    """Yield the findings by sums. A file of a folder with an index may be nothing by itself, if no run has written it.
+
+    Args:
+        files: those that were summed.
+    """
+    finder = RecordFinder()
+
+    def is_recorded(rank: int | None) -> bool:
+        paths = () if rank is None else files.by_rank.get(rank, ())
+        return any(finder.find_head(path, rank or 0) is not None for path in paths)
+
     for failure in summed.failures:
-        if isinstance(failure.error, DamageError) or not opened.source.files.is_folder:
+        is_damage = isinstance(failure.error, DamageError) or not opened.source.files.is_folder
+        if is_damage or is_recorded(failure.rank):
             yield broken(failure.error, "", failure.rank)
 
 

@@ -17,7 +17,8 @@ from support.checkpoints import sample
 from support.examples import few
 
 import reshard_mpi
-from reshard_mpi.errors import ReshardError
+from reshard_mpi.errors import DamageError, ReshardError
+from reshard_mpi.soundness.findings import FindingKind
 
 FORMS = ("ckpt", "hdf5", "safetensors", "torch", "dcp", "hf")
 Check = Callable[[Path, Path], Any]
@@ -59,6 +60,14 @@ def read_verified(_: Path, out: Path) -> object:
     return reshard_mpi.transform(out, out.parent / "again", to="safetensors", verify=True, overwrite=True)
 
 
+def audited(_: Path, out: Path) -> object:
+    report = reshard_mpi.audit(out)
+    of_files = [each for each in report.findings if each.kind in (FindingKind.SUM, FindingKind.STRUCTURE)]
+    if of_files:
+        raise DamageError(of_files[0].detail)
+    return report
+
+
 # The first byte of which a bit is flipped, and how many there are from one to the next.
 FEW, MORE = (3, 499), (29, 97)
 
@@ -69,7 +78,7 @@ FEW, MORE = (3, 499), (29, 97)
         1,
         [
             *itertools.product((verify_alone,), (FEW, MORE), FORMS),
-            *itertools.product((verify_pair, read_verified), (FEW,), FORMS),
+            *itertools.product((verify_pair, read_verified, audited), (FEW,), FORMS),
         ],
     ),
 )
@@ -93,7 +102,7 @@ PACKED: dict[str, dict[str, Any]] = {
         1,
         [
             *itertools.product(PACKED, (verify_alone,), (FEW,)),
-            *itertools.product(("megatron", "stage 2"), (verify_pair, read_verified), ((3, 1499),)),
+            *itertools.product(("megatron", "stage 2"), (verify_pair, read_verified, audited), ((3, 1499),)),
         ],
     ),
 )
