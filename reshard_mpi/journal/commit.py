@@ -257,9 +257,7 @@ def commit_locked(
         remarks = _told(identity, records, already_told)
         if is_same:
             return Committed(folder / COMMIT_RECORD, len(records), size_bytes, remarks)
-        # What a format that packs has in its files are parts of tensors, by names of their own.
-        sums = {} if formats.info(identity.format).packs else _sums(records)
-        index = _index_files(folder, identity, records)
+        sums, index = _sums(records), _index_files(folder, identity, records)
         require_own_index(folder, identity, lambda: True)
     except ReshardError:
         withdraw_commit(opened.folder)

@@ -33,6 +33,7 @@ from reshard_mpi.journal.record_finder import (
 )
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, strategy_of_run
 from reshard_mpi.journal.target_records import TensorSum, sums_of_wholes
+from reshard_mpi.planning.chunk_reads import held_tensor
 from reshard_mpi.planning.rank_choice import Replicas, is_partial_sum
 from reshard_mpi.planning.rank_plan import Limits, RankPlan, TensorPlan
 from reshard_mpi.planning.target_tensors import Policy
@@ -40,6 +41,7 @@ from reshard_mpi.runs.outcome import Checked
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.progress import Progress, SliceCounter
 from reshard_mpi.sharding import strategy_table
+from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import unsharded
 from reshard_mpi.text import counted
 
@@ -232,23 +234,6 @@ def _held_alike(sums: Iterable[TensorSum], alike: Container[str]) -> list[Tensor
     return [tensor._replace(loose=False) if tensor.name in alike else tensor for tensor in sums]
 
 
-def note_on_unheld_sums(files: ShardFiles, checked: Iterable[Checked]) -> tuple[str, ...]:
-    """Return a note if a commit record has sums of tensors that these shards were not held against.
-
-    So it is where a checksum alone tells that each file is sound, and no record says which part of a tensor it holds:
-    that all of them are of the one checkpoint that was committed is not known then.
-    """
-    record = _commit_of(files)
-    unheld = (
-        set() if record is None else record.sums.keys() - {tensor.name for shard in checked for tensor in shard.sums}
-    )
-    if not unheld:
-        return ()
-    wholes = counted(len(unheld), "whole tensor")
-    held_by = "transform --verify holds the tensors against them"
-    return (f"{COMMIT_RECORD} has sums of {wholes} that are not looked at here: {held_by}",)
-
-
 def _not_of_begun_run(files: ShardFiles, digest: str) -> Iterator[DamageError]:
     """Yield what keeps the shards of a run that has not been committed from being one checkpoint.
 
@@ -391,7 +376,7 @@ def _unlike_its_record(files: ShardFiles, rank: int) -> Iterator[DamageError]:
             yield from damage_besides(path, shard.tensors, record)
 
 
-def _commit_of(files: ShardFiles) -> CommitRecord | None:
+def commit_about(files: ShardFiles) -> CommitRecord | None:
     """Return the commit record in the folder of files, if it is about all of them."""
     folder = folder_of_records(files.path, files.format)
     record = None if holds_another(folder) else CommitRecord.read(folder)
@@ -406,17 +391,31 @@ def commit_to_hold(files: ShardFiles) -> CommitRecord | None:
     So it is where shards have no record with sums of their own. Sums in a shard fit it wherever it lies, so they do not
     tell that it is the one that was committed.
     """
-    record = _commit_of(files)
+    record = commit_about(files)
     if record is None or not record.sums:
         return None
     of_shards = (each for rank in files.by_rank for each in _one_by_one(files, rank))
     return None if all(_are_recorded(alone, rank) for alone, rank in of_shards) else record
 
 
-def committed_tensors(record: CommitRecord, source: SourceCheckpoint) -> list[TensorPlan]:
-    """Return the whole tensors of a source that a commit record has sums for, each from any of its copies."""
+def committed_tensors(record: CommitRecord, source: SourceCheckpoint, needs: Callable[[str], bool]) -> list[TensorPlan]:
+    """Return the whole tensors of a source that a commit record has sums for, each from any of its copies.
+
+    Of a format that packs these are the parts of tensors in its files, by the names that they have there: all of them.
+
+    Args:
+        needs: tells whether a tensor of the source is used.
+    """
+    if formats.info(source.files.format).packs:
+        return [
+            held_tensor(TensorSpec(name, entry.dtype, entry.shape, Box.whole(entry.shape)), shard)
+            for shard in map(source.files.locate, source.files.shards)
+            for name, entry in shard.tensors.items()
+            if name in record.sums
+        ]
     whole = Conversion(source, unsharded(), Policy(replicas=Replicas.ANY, allows_holes=True))
-    return [tensor for tensor in whole.plan(0, checked=False).tensors if tensor.spec.name in record.sums]
+    tensors = whole.plan(0, checked=False).tensors
+    return [tensor for tensor in tensors if tensor.spec.name in record.sums and needs(tensor.spec.name)]
 
 
 def require_as_committed(

@@ -213,8 +213,7 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
     record = plans.run.source_commit
     if record is None:
         return
-    tensors = committed_tensors(record, source)
-    needed = [tensor for tensor in tensors if plans.run.conversion.needs(tensor.spec.name)]
+    needed = committed_tensors(record, source, plans.run.conversion.needs)
     mine = needed[comm.rank :: comm.size]
     size_bytes, own_bytes = (sum(tensor.spec.size_bytes for tensor in of) for of in (needed, mine))
     progress.begin(ProgressStage("checking sources", size_bytes), own_bytes)

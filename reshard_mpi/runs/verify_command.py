@@ -24,6 +24,7 @@ from reshard_mpi.filesystem.paths import require_reachable
 from reshard_mpi.formats.manifest import NEST, Manifest
 from reshard_mpi.formats.nest.nodes import agree
 from reshard_mpi.formats.protocol import Packed
+from reshard_mpi.journal.record_files import COMMIT_RECORD
 from reshard_mpi.journal.record_finder import (
     RecordFinder,
     damage_besides,
@@ -42,9 +43,9 @@ from reshard_mpi.runs.check_sums import (
     Summing,
     check_shard,
     check_together,
+    commit_about,
     damage_of,
     damaged_record,
-    note_on_unheld_sums,
 )
 from reshard_mpi.runs.maps_and_packing import apply_map, files_of_run, reading_of
 from reshard_mpi.runs.open_run import chosen_targets
@@ -243,7 +244,7 @@ def verify_alone(
     """
     files, outcome = verify_by_sums(request, comm, progress, memory)
     checked = outcome.checked
-    unheld = note_on_unheld_sums(files, checked) if request.rank is None else ()
+    unheld = _note_on_unheld_sums(files, checked) if request.rank is None else ()
     if not outcome.failures and not any(shard.by for shard in checked):
         raise _no_sums(files.path, unheld)
     unknown = [shard.rank for shard in checked if not shard.by]
@@ -393,6 +394,23 @@ def _compare(plan: RankPlan, shard: Manifest, on_bytes: OnBytes) -> list[Reshard
                 break
             damage += [difference] if difference is not None else []
     return damage
+
+
+def _note_on_unheld_sums(files: shard_files.ShardFiles, checked: Iterable[Checked]) -> tuple[str, ...]:
+    """Return a note if a commit record has sums of tensors that these shards were not held against.
+
+    So it is where a checksum alone tells that each file is sound, and no record says which part of a tensor it holds:
+    that all of them are of the one checkpoint that was committed is not known then.
+    """
+    record = commit_about(files)
+    unheld = (
+        set() if record is None else record.sums.keys() - {tensor.name for shard in checked for tensor in shard.sums}
+    )
+    if not unheld:
+        return ()
+    wholes = counted(len(unheld), "whole tensor")
+    held_by = "transform --verify holds the tensors against them"
+    return (f"{COMMIT_RECORD} has sums of {wholes} that are not looked at here: {held_by}",)
 
 
 def _no_sums(path: str, unheld: Iterable[str]) -> SourceError:
