@@ -272,12 +272,16 @@ def holds_another(folder: Path) -> bool:
     lie there still, where the other has fewer files.
     """
     committed = CommitRecord.read(folder)
-    name = "" if committed is None else committed.run.format
-    folder_format = formats.folder_by_name(name) if name in formats.names_of_folder(str(folder)) else None
-    if committed is None or folder_format is None or not changed_index_files(folder, committed):
+    if committed is None:
+        return False
+    name, files = committed.run.format, committed.files.values()
+    packs = formats.info(name).packs
+    place = folder / next((file.partition("/")[0] for file in files), "") if packs else folder
+    folder_format = formats.folder_by_name(name) if name in formats.names_of_folder(str(place)) else None
+    if folder_format is None or not changed_index_files(folder, committed):
         return False
     try:
-        named = folder_format.files_of(str(folder))
+        named = folder_format.files_of(str(place))
     except (OSError, ReshardError):  # the index is damaged
         return False
     rank_of = {str(folder / file): rank for rank, file in committed.files.items()}

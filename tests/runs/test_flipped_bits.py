@@ -154,6 +154,23 @@ def test_another_save_beside_the_one_that_was_committed_is_not_held_against_its_
     assert reshard_mpi.verify(out).checked[0].by == ("its checksum",)
 
 
+@pytest.mark.parametrize("is_verified", few(1, [True, False]))
+def test_a_training_may_save_again_in_the_folder_of_the_one_that_was_committed(
+    tmp_path: Path, is_verified: bool
+) -> None:
+    """All files and the index are another's then, as in a folder of torch's distributed checkpoints."""
+    src, out = training(tmp_path, is_named=True), tmp_path / "out"
+    reshard_mpi.transform(src, out, verify=is_verified, **PACKED["megatron"])
+    reshard_mpi.transform(src, tmp_path / "later", **{**PACKED["megatron"], "max_shard_size": 500})
+    (saved,) = out.glob("iter_*")
+    shutil.rmtree(saved)
+    shutil.copytree(tmp_path / "later" / saved.name, saved, copy_function=shutil.copyfile)
+    report = reshard_mpi.transform(out, tmp_path / "again", to="torch", verify=True)
+    assert not [warning for warning in report.warnings if "modified" in warning]
+    with pytest.raises(ReshardError, match="keeps no sums"):
+        reshard_mpi.verify(out)
+
+
 def _require_found(src: Path, out: Path, check: Check, places: tuple[int, int]) -> None:
     first, step = places
     check(src, out)
