@@ -406,7 +406,7 @@ def committed_tensors(record: CommitRecord, source: SourceCheckpoint, needs: Cal
     Args:
         needs: tells whether a tensor of the source is used.
     """
-    if formats.info(source.files.format).packs:
+    if formats.info(record.run.format).packs:  # in whatever form the files are read
         return [
             held_tensor(TensorSpec(name, entry.dtype, entry.shape, Box.whole(entry.shape)), shard)
             for shard in map(source.files.locate, source.files.shards)

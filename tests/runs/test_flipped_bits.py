@@ -124,8 +124,9 @@ def test_a_flipped_bit_of_a_tensor_is_found_in_a_copy_without_records(tmp_path: 
     read_verified(tmp_path, copy)
     for place in (content.index(moment), content.rindex(moment) + len(moment) - 1):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        with pytest.raises(ReshardError, match="is not what the source was committed with"):
-            read_verified(tmp_path, copy)
+        for form in (None, "dcp"):
+            with pytest.raises(ReshardError, match="is not what the source was committed with"):
+                reshard_mpi.transform(copy, tmp_path / "read", to="safetensors", verify=True, source_format=form)
 
 
 @pytest.mark.parametrize("form", few(1, PACKED))
