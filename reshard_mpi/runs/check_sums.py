@@ -212,7 +212,10 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
         yield from _missing(files.by_rank, world_size, "the others say", files.path)
     if record is None or not are_committed:
         return
-    there = {rank for rank, file in record.files.items() if absolute_path(folder / file) in paths}
+    # An index does not name a file without tensors.
+    there = {
+        rank for rank, file in record.files.items() if absolute_path(folder / file) in paths or exists(folder / file)
+    }
     yield from _missing(there, len(record.files), f"{COMMIT_RECORD} says", files.path)
     for name, value in record.sums.items():
         if name in sums and value != f"{sums[name]:08x}":

@@ -31,17 +31,20 @@ def training(folder: Path, *, is_named: bool = False) -> Path:
     """
     keys = count()
 
-    def tensor(value: float) -> Any:
-        return torch_peer.tensor(sample("", np.full((3, 5), value, np.float32)), str(next(keys)))
+    def tensor(value: float, *shape: int) -> Any:
+        return torch_peer.tensor(sample("", np.full(shape, value, np.float32)), str(next(keys)))
 
     saved = {
-        "model": {"fc.weight": tensor(1), "fc.bias": tensor(2)},
-        "optimizer": {"state": {0: {"exp_avg": tensor(3)}}, "param_groups": [{"lr": 0.125, "params": [0, 1]}]},
+        "model": {"fc.weight": tensor(1, 3, 5), "fc.bias": tensor(2, 3, 5)},
+        "optimizer": {"state": {0: {"exp_avg": tensor(3, 3, 5)}}, "param_groups": [{"lr": 0.125, "params": [0, 1]}]},
         "epoch": 3,
         "name": "a run",
     }
     if is_named:
-        state = {name: {"exp_avg": tensor(3), "exp_avg_sq": tensor(4)} for name in ("fc.weight", "fc.bias")}
+        state = {
+            name: {"step": tensor(7), "exp_avg": tensor(3, 3, 5), "exp_avg_sq": tensor(4, 3, 5)}
+            for name in ("fc.weight", "fc.bias")
+        }
         saved["optimizer"] = {"state": state, "param_groups": [{"lr": 0.125, "params": ["fc.weight", "fc.bias"]}]}
     torch_peer.save(folder / "x.pt", saved)
     return folder / "x.pt"
@@ -155,6 +158,16 @@ def test_another_save_beside_the_one_that_was_committed_is_not_held_against_its_
     assert reshard_mpi.verify(out).checked[0].by == ("its checksum",)
 
 
+def test_a_file_that_the_index_does_not_name_is_not_missed(tmp_path: Path) -> None:
+    """The first of Megatron's files holds what all have in common, and here no tensor but the count of steps."""
+    out = tmp_path / "out"
+    reshard_mpi.transform(training(tmp_path, is_named=True), out, verify=True, to="megatron", max_shard_size=1)
+    reshard_mpi.verify(out)
+    next(out.glob("*/__0_0.distcp")).unlink()
+    with pytest.raises(ReshardError, match="a shard is missing"):
+        reshard_mpi.verify(out)
+
+
 @pytest.mark.parametrize("is_verified", few(1, [True, False]))
 def test_a_training_may_save_again_in_the_folder_of_the_one_that_was_committed(
     tmp_path: Path, is_verified: bool
@@ -168,7 +181,7 @@ def test_a_training_may_save_again_in_the_folder_of_the_one_that_was_committed(
     shutil.copytree(tmp_path / "later" / saved.name, saved, copy_function=shutil.copyfile)
     report = reshard_mpi.transform(out, tmp_path / "again", to="torch", verify=True)
     assert not [warning for warning in report.warnings if "modified" in warning]
-    with pytest.raises(ReshardError, match="keeps no sums"):
+    with pytest.raises(ReshardError, match="no shard keeps sums"):
         reshard_mpi.verify(out)
 
 
