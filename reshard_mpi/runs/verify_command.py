@@ -5,7 +5,7 @@ Each process checks a share of the shards. Damage is reported for each tensor; a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -62,7 +62,7 @@ from reshard_mpi.runs.recorded_runs import (
 )
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.scheduling import assign, target_weights
-from reshard_mpi.sharding.strategy import Strategy, Unlisted
+from reshard_mpi.sharding.strategy import Strategy, Unlisted, unsharded
 from reshard_mpi.text import counted
 
 # Damaged tensors located in one shard; if there are more, one line says so.
@@ -108,6 +108,7 @@ class _ComparedCheckpoints(NamedTuple):
         paths = target.files.shards if target.files.is_folder else target.files.by_rank[rank]
         finder = RecordFinder()
         rest = [error for path in paths for error in self._damaged_rest(finder, path, rank)]
+        rest += [] if damage or rest else self._differing_copies()
         notes = tuple(notes_on(conversion.policy.accumulated, plan.gradients))
         unfit: dict[int, ReshardError] = {}
         while damage and (errors := self._unfit(plan, unfit, memory)):  # the sources may be what is damaged
@@ -118,6 +119,20 @@ class _ComparedCheckpoints(NamedTuple):
         checked = Checked(rank, shard.path, len(plan.tensors), plan.written_bytes, by)
         failures = tuple(Failure.here(rank, comm, error) for error in (*damage, *rest))
         return Outcome((), failures, notes=notes, lost=plan.lost, other_warnings=plan.left_out, checked=(checked,))
+
+    def _differing_copies(self) -> Iterator[ReshardError]:
+        """Yield the error for copies of a tensor that differ in the files of a target that packs, such as fp32 copies.
+
+        What is compared is one of them; they are held against each other as when the target is read.
+        """
+        files = self.target.files
+        if not (files.is_folder and formats.info(files.format).packs):
+            return
+        own = Conversion(self.target, unsharded(), Policy(replicas=self.conversion.policy.replicas))
+        try:
+            own.checked(own.plan(0, checked=False))
+        except DAMAGE as error:
+            yield as_reshard_error(error, Path(files.path))
 
     def _damaged_rest(self, finder: RecordFinder, path: str, rank: int) -> list[ReshardError]:
         """Return the damage of a target file besides what was compared, by its record and its checksum if it has them.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +134,25 @@ def test_tensors_beside_model_and_optimizer_are_found_under_client_state(tmp_pat
     with reshard_mpi.open(out) as opened:
         assert {"client_state.seen", "client_state.mine", "scheduler.last"} <= {*opened}
     reshard_mpi.verify(tmp_path / "x.pt", out)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_fp32_copies_that_are_not_the_weights_are_damage(tmp_path: Path, stage: int) -> None:
+    """A sound file, by its checksum, of other copies; DeepSpeed goes on from these."""
+    source = source_of(tmp_path, "float32")
+    reshard_mpi.transform(source, tmp_path / "torch", to="torch")
+    reshard_mpi.transform(tmp_path / "torch", tmp_path / "out", to="deepspeed", dp=1, zero_stage=stage)
+    reshard_mpi.verify(tmp_path / "torch", tmp_path / "out")
+    (path,) = (tmp_path / "out").glob("*/*_optim_states.pt")
+    with reshard_mpi.open(tmp_path / "torch") as checkpoint:
+        content = np.asarray(checkpoint["model.a.weight"]).tobytes()
+    with zipfile.ZipFile(path) as archive:
+        (entry,) = (each for each in archive.infolist() if content in archive.read(each))
+        old = archive.read(entry)
+    new = old.replace(content, bytes([content[0] ^ 1]) + content[1:])
+    changed(path, old, new)
+    changed(path, entry.CRC.to_bytes(4, "little"), zlib.crc32(new).to_bytes(4, "little"))
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+    with pytest.raises(ReshardError, match=r"copies of 'model\.a\.weight' differ"):
+        reshard_mpi.verify(tmp_path / "torch", tmp_path / "out")
