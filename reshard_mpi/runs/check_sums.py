@@ -180,7 +180,7 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
     folder = folder_of_records(files.path, files.format)
     is_kept = not holds_another(folder)
     record = CommitRecord.read(folder) if is_kept else None
-    paths = [absolute_path(path) for rank_paths in files.by_rank.values() for path in rank_paths]
+    paths = {absolute_path(path) for rank_paths in files.by_rank.values() for path in rank_paths}
     committed = set() if record is None else {absolute_path(folder / file) for file in record.files.values()}
     are_committed, are_others = committed.issuperset(paths), committed.isdisjoint(paths)
     alike = record.sums.keys() if record is not None and are_committed else ()
@@ -213,9 +213,8 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
     if record is None or not are_committed:
         return
     # An index does not name a file without tensors.
-    there = {
-        rank for rank, file in record.files.items() if absolute_path(folder / file) in paths or exists(folder / file)
-    }
+    placed = {rank: absolute_path(folder / file) for rank, file in record.files.items()}
+    there = {rank for rank, path in placed.items() if path in paths or exists(path)}
     yield from _missing(there, len(record.files), f"{COMMIT_RECORD} says", files.path)
     for name, value in record.sums.items():
         if name in sums and value != f"{sums[name]:08x}":
