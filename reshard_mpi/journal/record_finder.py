@@ -286,8 +286,12 @@ def holds_another(folder: Path) -> bool:
         return False
     rank_of = {str(folder / file): rank for rank, file in committed.files.items()}
     for path in named:
+        if not is_taken(path):
+            return False
         head = RecordHead.read(folder / STATE, rank_of[path]) if path in rank_of else None
-        if not is_taken(path) or (path in rank_of and (head is None or head.is_about(Path(path)))):
+        # Records of another run, as a copy may have brought, do not tell what was committed.
+        is_told = head is not None and head.digest == committed.run.digest
+        if path in rank_of and (head is None or not is_told or head.is_about(Path(path))):
             return False
     return True
 

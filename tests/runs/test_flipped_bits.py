@@ -23,21 +23,22 @@ FORMS = ("ckpt", "hdf5", "safetensors", "torch", "dcp", "hf")
 Check = Callable[[Path, Path], Any]
 
 
-def training(folder: Path, *, is_named: bool = False) -> Path:
+def training(folder: Path, *, is_named: bool = False, added: int = 0) -> Path:
     """Save a training with settings beside its tensors.
 
     Args:
         is_named: its optimizer is by names of parameters, which formats that pack need.
+        added: to all elements, and to the epoch.
     """
     keys = count()
 
     def tensor(value: float, *shape: int) -> Any:
-        return torch_peer.tensor(sample("", np.full(shape, value, np.float32)), str(next(keys)))
+        return torch_peer.tensor(sample("", np.full(shape, value + added, np.float32)), str(next(keys)))
 
     saved = {
         "model": {"fc.weight": tensor(1, 3, 5), "fc.bias": tensor(2, 3, 5)},
         "optimizer": {"state": {0: {"exp_avg": tensor(3, 3, 5)}}, "param_groups": [{"lr": 0.125, "params": [0, 1]}]},
-        "epoch": 3,
+        "epoch": 3 + added,
         "name": "a run",
     }
     if is_named:
@@ -166,6 +167,20 @@ def test_a_file_that_the_index_does_not_name_is_not_missed(tmp_path: Path) -> No
     next(out.glob("*/__0_0.distcp")).unlink()
     with pytest.raises(ReshardError, match="a shard is missing"):
         reshard_mpi.verify(out)
+
+
+def test_records_of_another_run_do_not_make_its_index_the_one_that_was_committed(tmp_path: Path) -> None:
+    """A copy has brought records and the index of another save beside files and the commit of the first."""
+    outs = []
+    for number in range(2):
+        (tmp_path / f"{number}").mkdir()
+        outs.append(tmp_path / f"{number}" / "out")
+        reshard_mpi.transform(training(tmp_path / f"{number}", added=number), outs[-1], to="dcp", verify=True)
+    shutil.rmtree(outs[0] / ".reshard_mpi")
+    shutil.copytree(outs[1] / ".reshard_mpi", outs[0] / ".reshard_mpi")
+    (outs[0] / ".metadata").write_bytes((outs[1] / ".metadata").read_bytes())
+    with pytest.raises(ReshardError, match="files of several runs"):
+        reshard_mpi.transform(outs[0], tmp_path / "read", to="safetensors", verify=True)
 
 
 @pytest.mark.parametrize("is_verified", few(1, [True, False]))
