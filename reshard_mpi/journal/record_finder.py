@@ -288,11 +288,11 @@ def holds_another(folder: Path) -> bool:
     for path in named:
         if not is_taken(path):
             return False
-        head = RecordHead.read(folder / STATE, rank_of[path]) if path in rank_of else None
-        # Records of another run, as a copy may have brought, do not tell what was committed.
-        is_told = head is not None and head.digest == committed.run.digest
-        if path in rank_of and (head is None or not is_told or head.is_about(Path(path))):
-            return False
+        if path in rank_of:
+            head = RecordHead.read(folder / STATE, rank_of[path])
+            # Records of another run, as a copy may have brought, do not tell what was committed.
+            if head is None or head.digest != committed.run.digest or head.is_about(Path(path)):
+                return False
     return True
 
 
