@@ -35,9 +35,10 @@ def of_ours(source: str, strategy: str, rows: bool) -> Callable[[], None]:
     import reshard_mpi.api
     from reshard_mpi import formats
     from reshard_mpi.engine import regions
+    from reshard_mpi.journal import record_finder
     from reshard_mpi.planning import chunk_reads, made_tensors
 
-    assert np and regions and chunk_reads and made_tensors
+    assert np and regions and record_finder and chunk_reads and made_tensors
     for form in formats.all_formats():
         form.load()
 
