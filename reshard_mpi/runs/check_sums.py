@@ -390,8 +390,8 @@ def commit_about(files: ShardFiles) -> CommitRecord | None:
 def commit_to_hold(files: ShardFiles) -> CommitRecord | None:
     """Return the commit record of a source whose whole tensors are to be held against its sums; None: none are.
 
-    So it is where shards have no record with sums of their own. Sums in a shard fit it wherever it lies, so they do not
-    tell that it is the one that was committed.
+    They are if a shard has no record with sums of its own. Sums in a shard fit it wherever it lies, so they do not tell
+    that it is the one that was committed.
     """
     record = commit_about(files)
     if record is None or not record.sums:

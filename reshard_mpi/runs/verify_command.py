@@ -414,13 +414,12 @@ def _compare(plan: RankPlan, shard: Manifest, on_bytes: OnBytes) -> list[Reshard
 def _note_on_unheld_sums(files: shard_files.ShardFiles, checked: Iterable[Checked]) -> tuple[str, ...]:
     """Return a note if a commit record has sums of tensors that these shards were not held against.
 
-    So it is where a checksum alone tells that each file is sound, and no record says which part of a tensor it holds:
-    that all of them are of the one checkpoint that was committed is not known then.
+    They were not if a checksum alone tells that each file is sound, and no record says which part of a tensor it holds.
+    Whether all files are of the one checkpoint that was committed is not known then.
     """
     record = commit_about(files)
-    unheld = (
-        set() if record is None else record.sums.keys() - {tensor.name for shard in checked for tensor in shard.sums}
-    )
+    summed = {tensor.name for shard in checked for tensor in shard.sums}
+    unheld = set() if record is None else record.sums.keys() - summed
     if not unheld:
         return ()
     wholes = counted(len(unheld), "whole tensor")
