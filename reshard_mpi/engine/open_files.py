@@ -185,7 +185,7 @@ class Files:
         """Tell whether a file is open and still this version, with as many names as it had."""
         source = self._sources.get(path)
         try:
-            return source is not None and source.version_now() == version
+            return source is not None and source.is_still(version)
         except OSError:
             return False
 

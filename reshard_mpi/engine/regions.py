@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from reshard_mpi.errors import DisagreementError
 from reshard_mpi.filesystem.source_files import FileVersion, version_of
 from reshard_mpi.formats.locations import ByteRange, paths_of
 from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS
-from reshard_mpi.planning.rank_plan import Group, Limits, TensorPlan, meeting
+from reshard_mpi.planning.rank_plan import Group, Limits, ReadGroup, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import KIB, MIB
 
@@ -42,6 +42,8 @@ class RegionReader:
         self._versions = versions
         self._idle: deque[Files] = deque()  # appended to and taken from without a lock, which a child might inherit
         self._is_closed = False
+        # The last group that was read, and its tensors if each is one run of bytes: the next is mostly of it as well.
+        self._last: tuple[Group | None, ReadGroup | None] = None, None
 
     def __del__(self) -> None:
         self.close()
@@ -68,25 +70,46 @@ class RegionReader:
             return 0
         if out.nbytes >= _POPULATED_BYTES and out.flags.c_contiguous:
             populate(out.ctypes.data, out.nbytes)
-        paths: set[str] = set()
         try:
             files = self._idle.pop()
         except IndexError:
             files = Files(is_sparing=True)
-        too_large = files.traffic.too_large
         try:
-            run = _run(group, place, indices, out)
+            run = self._run(group, place, indices, out)
             if run is not None:
-                paths.add(run.path)
                 files.read_into(run, out.reshape(-1).view(np.uint8).data)
-            else:
-                self._read(files, group.tensor(place), indices, out.view(raw_dtype(group.kind.dtype)), paths)
+                self._require_unchanged(files, (run.path,))
+                return 0
+            paths: set[str] = set()
+            too_large = files.traffic.too_large
+            self._read(files, group.tensor(place), indices, out.view(raw_dtype(group.kind.dtype)), paths)
             self._require_unchanged(files, paths)
             return files.traffic.too_large - too_large
         finally:
             self._idle.append(files)
             if self._is_closed:
                 self.close()
+
+    def _run(self, group: Group, place: int, indices: Sequence[range], out: Array) -> ByteRange | None:
+        """Return the bytes to read if elements are one run in one file, and in `out`; None if they are not."""
+        last, route = self._last
+        if last is not group:
+            route = _one_run_each(group)
+            self._last = group, route
+        if route is None or not out.flags.c_contiguous:
+            return None
+        start = route.tensors.offsets[route.numbers[place]]
+        if start == NOT_CONTIGUOUS:
+            return None
+        offset, step, is_part = 0, 1, False
+        for chosen, length in zip(reversed(indices), reversed(group.kind.shape)):
+            count = len(chosen)
+            if count > 1 and (is_part or chosen.step != 1):
+                return None
+            offset += chosen[0] * step
+            step *= length
+            is_part = is_part or count != length
+        return ByteRange(route.tensors.path, start + offset * out.itemsize, out.nbytes)
 
     def _read(self, files: Files, tensor: TensorPlan, indices: Sequence[range], out: Array, paths: set[str]) -> None:
         stepped = next((dim for dim, chosen in enumerate(indices) if chosen.step > 1 and len(chosen) > 1), None)
@@ -136,7 +159,7 @@ class RegionReader:
             local = block.relative_to(box)
             out[tuple(map(slice, local.start, local.stop))] = aside
 
-    def _require_unchanged(self, files: Files, paths: set[str]) -> None:
+    def _require_unchanged(self, files: Files, paths: Iterable[str]) -> None:
         if self._versions is None:
             return
         for path in paths:
@@ -154,24 +177,12 @@ class RegionReader:
                 )
 
 
-def _run(group: Group, place: int, indices: Sequence[range], out: Array) -> ByteRange | None:
-    """Return the bytes to read if elements are one run in one file, and in `out`; None if they are not."""
-    if len(group.routes) != 1 or not out.flags.c_contiguous:
+def _one_run_each(group: Group) -> ReadGroup | None:
+    """Return the source tensors of a group if each lies in a file as it is in the target; None if they do not."""
+    if len(group.routes) != 1:
         return None
-    route = group.routes[0]
-    start = route.tensors.offsets[route.numbers[place]]
-    whole = group.kind.box
-    if start == NOT_CONTIGUOUS or route.to is not None or route.region != whole or route.source_box != whole:
-        return None
-    offset, step, is_part = 0, 1, False
-    for chosen, length in zip(reversed(indices), reversed(group.kind.shape)):
-        count = len(chosen)
-        if count > 1 and (is_part or chosen.step != 1):
-            return None
-        offset += chosen[0] * step
-        step *= length
-        is_part = is_part or count != length
-    return ByteRange(route.tensors.path, start + offset * out.itemsize, out.nbytes)
+    (route,), whole = group.routes, group.kind.box
+    return route if route.to is None and route.region == whole and route.source_box == whole else None
 
 
 def _version_of(path: str) -> FileVersion:

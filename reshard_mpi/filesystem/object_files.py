@@ -121,8 +121,8 @@ class ObjectFile(SourceFile):
     def read_ahead_by(self, ahead: ReadAhead | None) -> None:
         self._ahead = ahead
 
-    def version_now(self) -> FileVersion:
-        return self.version
+    def is_still(self, version: FileVersion | None) -> bool:
+        return version == self.version
 
     def read(self, offset: int, length_bytes: int) -> bytes:
         """Return bytes as `SourceFile.read` does; small parts are kept, for they are asked for again."""

@@ -107,12 +107,19 @@ class SourceFile:
     def read_ahead_by(self, ahead: ReadAhead | None) -> None:
         """Be told what fetches parts of it ahead, if it is an object."""
 
-    def version_now(self) -> FileVersion:
-        """Return the version of the file that is open, be it where it was or not. Raises OSError.
+    def is_still(self, version: FileVersion | None) -> bool:
+        """Tell whether the file that is open, be it where it was or not, is in this version. Raises OSError.
 
-        That of an object is the one that was opened: no other is ever read.
+        An object is in the version that was opened: no other is ever read.
         """
-        return FileVersion.of(os.fstat(self._descriptor))
+        status = os.fstat(self._descriptor)
+        return version == (
+            status.st_ino,
+            status.st_size,
+            status.st_mtime_ns,
+            status.st_nlink,
+            status.st_ctime_ns,
+        )
 
     def read(self, offset: int, length_bytes: int) -> bytes:
         """Return bytes of the file from byte `offset` on, fewer only if it ends before.

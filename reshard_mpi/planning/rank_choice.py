@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
-from enum import Enum, StrEnum
+from enum import StrEnum
 from functools import lru_cache
 from itertools import chain, islice
 
@@ -45,7 +45,7 @@ class Accumulated(StrEnum):
     REFUSE = "refuse"
 
 
-class GradientShare(Enum):
+class GradientShare(StrEnum):
     """The part of a tensor for a target rank: one rank's, the sum of all replicas, or zeros."""
 
     TAKEN = "taken"
