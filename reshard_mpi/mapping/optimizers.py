@@ -7,6 +7,7 @@ each parameter. All become one record. Their tensors are not in it: these go by 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ _PARAMETERS, _PARAMETER_NAMES = "params", "param_names"
 # What state is kept under: a number, or the name of a parameter.
 Key = int | str
 NOTHING: Any = {"dict": []}
+# Names of modules in a list of torch, and how many modules a model has within one another at the most.
+_NUMBER, _MOST_MODULES = re.compile(r"[0-9]{1,9}"), 64
 
 
 class Form(Enum):
@@ -213,6 +216,56 @@ def _named(group: Any, names: list[str]) -> Any:
     """
     entries = [entry for entry in group["dict"] if entry[0] != _PARAMETER_NAMES]
     return {**group, "dict": [[entry[0], names] if entry[0] == _PARAMETERS else entry for entry in entries]}
+
+
+def in_order_of_modules(parameters: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    """Return new names of parameters with the places of their groups, each group in the order that a model has them.
+
+    A model has a module's own parameters before those of the modules in it. Modules of one module are in the order of
+    their numbers, or of the source if it has all of them; else in the order of what they are made of. A group that had
+    another order in the source keeps the order of what its parameters are made of.
+
+    Args:
+        parameters: in the order of what they are made of, with the places of their groups.
+        before: the same of the source.
+    """
+    ordered: dict[int, Iterator[str]] = {}
+    for place in {*parameters.values()}:
+        names, old = ([name for name, own in each.items() if own == place] for each in (parameters, before))
+        is_shallow = all(name.count(".") < _MOST_MODULES for name in (*names, *old))
+        is_ordered = names != old and is_shallow and _through_modules(old, ()) == old
+        ordered[place] = iter(_through_modules(names, old) if is_ordered else names)
+    return {next(ordered[place]): place for place in parameters.values()}
+
+
+def _through_modules(names: Sequence[str], before: Sequence[str]) -> list[str]:
+    """Return names in the order of modules, the ones of one module as they come in `before` or by their numbers."""
+    inside, known = _by_module(names), _by_module(before)
+    own, modules = ([key for key in inside if bool(key[0]) == is_module] for is_module in (False, True))
+    passed: list[str] = []
+    for dot, first in (*_sorted(own, known), *_sorted(modules, known)):
+        rest = inside[dot, first]
+        passed += (
+            [f"{first}.{name}" for name in _through_modules(rest, known.get((dot, first), ()))] if dot else [first]
+        )
+    return passed
+
+
+def _by_module(names: Sequence[str]) -> dict[tuple[str, str], list[str]]:
+    """Return the rests of names by what comes before the first dot, with that dot; `("", name)`: it has none."""
+    inside: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        first, dot, rest = name.partition(".")
+        inside.setdefault((dot, first), []).append(rest)
+    return inside
+
+
+def _sorted(keys: Sequence[tuple[str, str]], known: Mapping[tuple[str, str], object]) -> list[tuple[str, str]]:
+    if all(key in known for key in keys):
+        chosen = {*keys}
+        return [key for key in known if key in chosen]
+    numbered = iter(sorted((key for key in keys if _NUMBER.fullmatch(key[1])), key=lambda key: int(key[1])))
+    return [next(numbered) if _NUMBER.fullmatch(key[1]) else key for key in keys]
 
 
 def without_names(group: Any) -> Any:

@@ -20,6 +20,7 @@ from reshard_mpi.mapping.optimizers import (
     Form,
     Key,
     Optimizer,
+    in_order_of_modules,
     optimizers_of,
     put,
     without_names,
@@ -242,11 +243,14 @@ def _rename_listed(root: Any, names: Sequence[tuple[str, str]]) -> None:
 
 
 def _with_names(node: Any, new_name_of: Mapping[str, str]) -> Any:
-    """Return a part of a nest with other texts."""
+    """Return a part of a nest with other texts; lists of names, as of the stages of a pipeline, in a model's order."""
     if isinstance(node, str):
         return new_name_of.get(node, node)
     if isinstance(node, list):
-        return [_with_names(each, new_name_of) for each in node]
+        new = [_with_names(each, new_name_of) for each in node]
+        if all(isinstance(each, str) for each in new) and len({*new}) == len(new):
+            return [*in_order_of_modules(dict.fromkeys(new, 0), dict.fromkeys(node, 0))]
+        return new
     if isinstance(node, dict):
         return {key: _with_names(each, new_name_of) for key, each in node.items()}
     return node
@@ -364,7 +368,8 @@ def _renamed(optimizer: Optimizer, made: Sequence[MadeParameter], gone: Containe
             new_names.setdefault(name, []).append(parameter.name)
     for name in optimizer.parameters:
         new_names.setdefault(name, [] if name in gone else [name])
-    parameters = {new: place for name, place in optimizer.parameters.items() for new in new_names[name]}
+    places = {new: place for name, place in optimizer.parameters.items() for new in new_names[name]}
+    parameters = in_order_of_modules(places, optimizer.parameters)
     states: dict[Key, Any] = {}
     for key, state in optimizer.states.items():
         for new in new_names[key] if key in optimizer.parameters else [key]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support import deepspeed_peer, torch_peer
-from support.deepspeed_peer import Form, Spoil, Training
+from support.deepspeed_peer import Arrays, Form, Spoil, Training
 from support.examples import few
 
 import reshard_mpi
@@ -88,7 +89,7 @@ def without_pipeline(root: Any) -> None:
 
 
 def with_another_name(root: Any) -> None:
-    root["pipeline_layout"]["stages"][1] = ["1.v"]
+    root["pipeline_layout"]["stages"][1] = ["2.v"]
 
 
 def with_numbers_for_names(root: Any) -> None:
@@ -114,7 +115,7 @@ def with_an_expert(root: Any) -> None:
         [
             (without_pipeline, "stages are not known"),
             (with_numbers_for_names, "stages are not known"),
-            (with_another_name, "1.v, 1.w"),
+            (with_another_name, "2.b, 2.v"),
             (with_an_empty_stage, "none of group 0 on stage 2"),
             (with_a_tensor_of_no_layer, "'scale'"),
             (with_an_expert, "experts in a pipeline"),
@@ -123,6 +124,54 @@ def with_an_expert(root: Any) -> None:
 )
 def test_a_pipeline_that_does_not_say_what_it_takes(tmp_path: Path, edit: Callable[[Any], None], got: str) -> None:
     refused(in_torch(tmp_path, saved(tmp_path, pipeline(), PIPELINE), edit), got)
+
+
+EXCHANGED = ("{0} <=> between.{0}", "{1} <=> {0}", "between.{0} <=> {1}")
+
+
+def exchange(*names: str) -> list[str]:
+    """Return maps that give two tensors, or two modules, each the name of the other."""
+    return [each.format(*names) for each in EXCHANGED]
+
+
+def test_layers_that_change_their_stages_are_refused(tmp_path: Path) -> None:
+    """DeepSpeed's stages have layers in a row; it gives a layer the state that lies in its place, whatever its name."""
+    source = saved(tmp_path, deepspeed_peer.training({f"{layer}.w": (3,) for layer in range(4)}), PIPELINE)
+    said = refused(source, "other layers than", map=exchange("1.{p*}", "2.{p*}"), forward=True)
+    assert "layer 1" in said
+
+
+@pytest.mark.parametrize(
+    ("training", "form", "exchanged"),
+    [
+        (deepspeed_peer.training({f"{layer}.w": (3,) for layer in range(4)}), PIPELINE, ("0.w", "1.w")),
+        (deepspeed_peer.training({"h.0.w": (3,), "h.1.w": (3,), "n.w": (3,)}), Form(2, 2), ("h.0.{p*}", "h.1.{p*}")),
+        (deepspeed_peer.training({"q.w": (3,), "k.w": (3,), "n.w": (3,)}), Form(3, 2), ("q.w", "k.w")),
+        (mixture(), EXPERTS, (f"{BEFORE}0.{{p*}}", f"{BEFORE}1.{{p*}}")),
+    ],
+)
+def test_exchanged_modules_lie_in_the_order_of_the_model(
+    tmp_path: Path, training: Training, form: Form, exchanged: tuple[str, str]
+) -> None:
+    """Its optimizer takes vectors by the order of the model's parameters, and asks for no names."""
+    source = saved(tmp_path, training, form)
+    names = [each.replace("{p*}", "") for each in exchanged]
+
+    def new(name: str) -> str:
+        return next((name.replace(old, to) for old, to in (names, names[::-1]) if name.startswith(old)), name)
+
+    def renamed(arrays: Arrays) -> Arrays:
+        return {name: arrays[new(name)] for name in arrays}
+
+    out = written(source, tmp_path / "out", form.stage, form.data_ranks, map=exchange(*exchanged), forward=True)
+    moved = replace(
+        training,
+        groups=[renamed(training.trained | group) for group in training.groups],
+        state={kind: renamed(arrays) for kind, arrays in training.state.items()},
+    )
+    deepspeed_peer.require_read(out, moved, form)
+    orders = [[deepspeed_peer.order(path) for path in sorted(each.rglob("*model_states.pt"))] for each in (source, out)]
+    assert orders[0] == orders[1]
 
 
 def with_a_frozen_expert(root: Any) -> None:
@@ -278,7 +327,7 @@ def share(root: Any) -> None:
     optimizer["state"][TIED] = optimizer["state"].pop("0.w")
     names = optimizer["param_groups"][0]["params"]
     names[names.index("0.w")] = TIED
-    root["pipeline_layout"] = {"layers": [0, 1, 2, 5], "stages": [[TIED, "2.b"], [TIED, "1.w"]]}
+    root["pipeline_layout"] = {"layers": [0, 1, 2, 5], "stages": [[TIED, "1.w"], [TIED, "2.b"]]}
 
 
 @pytest.mark.parametrize("dtype", few(1, ["bfloat16", "float32"]))
@@ -288,7 +337,7 @@ def test_what_layers_of_a_pipeline_share(tmp_path: Path, dtype: str) -> None:
     tag = written(source, tmp_path / "out", ranks=3) / "global_step3"
     reshard_mpi.verify(source, tmp_path / "out")
     shapes = [deepspeed_peer.load(tag / f"mp_rank_0{stage}_model_states.pt")["param_shapes"] for stage in (0, 1)]
-    assert [[*own] for (own,) in shapes] == [[TIED, "2.b"], [TIED, "1.w"]]
+    assert [[*own] for (own,) in shapes] == [[TIED, "1.w"], [TIED, "2.b"]]
     layers = {path.name: [*deepspeed_peer.load(path)] for path in sorted(tag.glob("layer*"))}
     names = [["w"], ["w"], ["b", "w"], []]
     assert layers == {f"layer_0{layer}-model_states.pt": own for layer, own in zip((0, 1, 2, 5), names)}
@@ -363,6 +412,6 @@ def test_names_in_lists_follow_a_map(tmp_path: Path) -> None:
     how["map"] = "{l}.{p*} <=> {l}.m.{p*}"
     tag = written(source, tmp_path / "out", ranks=3, **how) / "global_step3"
     (shapes,) = deepspeed_peer.load(tag / "mp_rank_00_model_states.pt")["param_shapes"]
-    assert [*shapes] == ["0.m.w", "2.m.b"]
+    assert [*shapes] == ["0.m.w", "1.m.w"]
     assert [*deepspeed_peer.load(tag / "layer_02-model_states.pt")] == ["m.b"]
     refused(source, "tensors of no layer", map="{l}.{p*} <=> m.{l}.{p*}", forward=True)

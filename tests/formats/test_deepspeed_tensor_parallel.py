@@ -92,11 +92,11 @@ def test_the_mean_is_that_of_a_sum_one_by_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_words_that_stages_of_a_pipeline_share(tmp_path: Path) -> None:
     """The rule of the shared module is that of the layers which it is in; the padding is taken from all of them."""
-    training = deepspeed_peer.training({"0.w": (5, 2), "1.w": (5, 2), "2.w": (4, 2)}, dtype="float16")
+    training = deepspeed_peer.training({"0.w": (5, 2), "1.w": (4, 2), "2.w": (5, 2)}, dtype="float16")
     for arrays in (training.groups[0], *training.state.values()):
-        arrays["1.w"] = arrays["0.w"]
+        arrays["2.w"] = arrays["0.w"]
     words, name = Cut("vocabulary", padding=3), "tied_modules.embed.w"
-    cut = deepspeed_slices.sliced(training, {"0.w": words, "1.w": words, "2.w": Cut("row")}, 2, rows=5)
+    cut = deepspeed_slices.sliced(training, {"0.w": words, "1.w": Cut("row"), "2.w": words}, 2, rows=5)
     cut.info["vocabulary_parameter_patterns"] = [r"tied_modules\.embed"]
     cut.info["pipeline_replicated_parameter_patterns"] = [r"tied_modules\.embed"]
     form = Form(1, 2, stages=2)
@@ -104,15 +104,15 @@ def test_words_that_stages_of_a_pipeline_share(tmp_path: Path) -> None:
     def tie(file: str, content: Content) -> None:
         state = content.get("optimizer_state_dict", {})
         for listed in (*content.get("param_shapes", ()), *state.get("param_slice_mappings", ())):
-            for own in ("0.w", "1.w"):
+            for own in ("0.w", "2.w"):
                 if own in listed:
                     listed[name] = listed.pop(own)
-                    for other in {"2.w"} & listed.keys():
+                    for other in {"1.w"} & listed.keys():
                         listed[other] = listed.pop(other)
 
     deepspeed_slices.write(tmp_path / "save", cut, form, tie)
     wholes = deepspeed_peer.expected(training, form)
-    expected = {own: sample for own, sample in wholes.items() if "state.0.w" not in own and "state.1.w" not in own}
+    expected = {own: sample for own, sample in wholes.items() if "state.0.w" not in own and "state.2.w" not in own}
     of_state = {own: sample for own, sample in wholes.items() if "state.0.w" in own}
     expected |= {own.replace("0.w", name): sample for own, sample in of_state.items()}
     expected[f"model.{name}"] = wholes["model.0.w"]
@@ -125,7 +125,7 @@ def test_words_that_stages_of_a_pipeline_share(tmp_path: Path) -> None:
             }
     names = [f"mp_rank_0{stage}_model_states.pt" for stage in (0, 1)]
     shapes = [deepspeed_peer.load(tmp_path / "out/global_step3" / own)["param_shapes"] for own in names]
-    assert [[*own] for (own,) in shapes] == [[name, "2.w"], [name]]
+    assert [[*own] for (own,) in shapes] == [[name, "1.w"], [name]]
 
 
 @pytest.mark.parametrize("stage", few(1, [2, 3]))

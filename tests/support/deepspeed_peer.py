@@ -154,6 +154,11 @@ def require_read(folder: Path, training: Training, form: Form) -> None:
             assert tensor[...].tobytes() == own.content, name
 
 
+def order(path: Path) -> list[list[str]]:
+    """Return the parameters of each group in the order of its vectors, as a file of a model says it."""
+    return [[*group] for group in load(path).get("param_shapes", [])]
+
+
 def expected(training: Training, form: Form) -> dict[str, SampleTensor]:
     """Return all tensors that a reader must find, by their names in a whole training state."""
     named: dict[str, SampleTensor] = {}
@@ -277,14 +282,20 @@ def _is_of(name: str, layer: str) -> bool:
 
 
 def _by_stage(training: Training, form: Form) -> Iterator[list[Arrays]]:
-    """Yield the groups of each stage of the pipeline: layer `n` is on stage `n` modulo their number."""
-    for stage in range(max(form.stages, 1)):
+    """Yield the groups of each stage of the pipeline, which has as many layers as others, in their order."""
+    if not form.stages:
+        yield training.groups
+        return
+    layers = 1 + max(_layer(name) for group in training.groups for name in group)
+    for stage in range(form.stages):
         yield [
-            {name: array for name, array in group.items() if int(name.partition(".")[0]) % form.stages == stage}
-            if form.stages
-            else group
+            {name: array for name, array in group.items() if _layer(name) * form.stages // layers == stage}
             for group in training.groups
         ]
+
+
+def _layer(name: str) -> int:
+    return int(name.partition(".")[0])
 
 
 class _Group(NamedTuple):

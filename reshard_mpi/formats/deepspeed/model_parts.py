@@ -165,6 +165,7 @@ def _of_pipeline(root: Dict, groups: Sequence[Sequence[LaidParameter]], settings
             shortened(unlike),
             "convert to DeepSpeed without a map or selection first, or choose --to torch",
         )
+    _require_ascending(stages)
     of_stages: list[list[_Parts]] = []
     for number, own in enumerate(stages):
         place = {name: at for at, name in enumerate(own)}
@@ -182,6 +183,21 @@ def _of_pipeline(root: Dict, groups: Sequence[Sequence[LaidParameter]], settings
     numbers |= {own for own in kept if type(own) is int and 0 <= own < 10**9} if type(kept) is list else set()
     layers = tuple(sorted(numbers))
     return ModelParts(of_stages, settings, tuple(f"{layer}." for layer in layers), layers)
+
+
+def _require_ascending(stages: Sequence[Sequence[str]]) -> None:
+    """Raise TargetError unless each stage of a pipeline has the layers behind the ones of the stage before it."""
+    before = -1
+    for stage, own in enumerate(stages):
+        layers = sorted({int(match[1]) for match in map(_LAYER.fullmatch, own) if match})
+        if layers and layers[0] <= before:
+            raise _not_written(
+                "a pipeline whose stages have other layers than DeepSpeed gives them",
+                f"layers from {before + 1} on in stage {stage}: each stage has the layers behind those before",
+                f"layer {layers[0]}",
+                "convert to DeepSpeed without the map that moves layers over stages, or choose --to torch",
+            )
+        before = layers[-1] if layers else before
 
 
 def _experts(root: Dict) -> dict[str, int]:
