@@ -21,7 +21,7 @@ from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import hdf5
 from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.formats.hdf5 import library_reader, native_shard, reader
+from reshard_mpi.formats.hdf5 import library_reader, native_shard
 from reshard_mpi.formats.locations import ByteRange
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file, seal_file
@@ -43,7 +43,7 @@ def located(path: Path) -> Manifest | str:
 def located_by_library(path: Path) -> Manifest | str:
     try:
         with opened(str(path)) as file:
-            reader.end_of_file(file)
+            hdf5.end_of_file(file)
         return library_reader.locate(str(path))
     except ShardError as error:
         return str(error)

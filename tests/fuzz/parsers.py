@@ -18,10 +18,10 @@ from unittest import mock
 
 from reshard_mpi import formats
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.formats import dcp
+from reshard_mpi.formats import dcp, hdf5
 from reshard_mpi.formats.dcp import file_layout
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.hdf5 import native_shard, reader
+from reshard_mpi.formats.hdf5 import native_shard
 from reshard_mpi.formats.locations import ByteRanges, LibraryRead, StridedView
 from reshard_mpi.formats.manifest import NEST, Manifest
 from reshard_mpi.formats.nest import flatten_tree, nodes, rebuild_tree
@@ -123,7 +123,7 @@ class _Any(int):
 def native_without_checksums(data: bytes) -> None:
     """Read the index of a native shard as if all checksums were right: who makes a file can make them so."""
     with _file(data, ".h5") as path, suppress(ReshardError), opened(str(path)) as file:
-        end = reader.end_of_file(file)
+        end = hdf5.end_of_file(file)
         with mock.patch.object(native_shard, "crc32", lambda *_: _Any()):
             manifest = native_shard.locate(file, end)
             native_shard.stored_sums(file, end)

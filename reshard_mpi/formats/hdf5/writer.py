@@ -19,8 +19,8 @@ from h5py import h5d, h5f, h5g, h5p, h5s, h5t
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.source_files import SourceFile
-from reshard_mpi.formats import structure
-from reshard_mpi.formats.hdf5 import native_shard, reader, types
+from reshard_mpi.formats import hdf5, structure
+from reshard_mpi.formats.hdf5 import native_shard, types
 from reshard_mpi.formats.hdf5.native_shard import GroupPath
 from reshard_mpi.formats.manifest import Manifest, ShardSpec
 from reshard_mpi.formats.tensor_table import TensorTable
@@ -242,8 +242,8 @@ def _create(path: str) -> Any:
     access.set_fclose_degree(h5f.CLOSE_STRONG)
     # One version of the structure, whatever library writes it; this one has checksums, and any HDF5 since 1.8 reads it.
     access.set_libver_bounds(h5f.LIBVER_V18, h5f.LIBVER_V18)
-    access.set_alignment(reader.ALIGNED_FROM_BYTES, reader.ALIGNMENT_BYTES)
-    access.set_meta_block_size(reader.STRUCTURE_BLOCK_BYTES)
+    access.set_alignment(hdf5.ALIGNED_FROM_BYTES, hdf5.ALIGNMENT_BYTES)
+    access.set_meta_block_size(hdf5.STRUCTURE_BLOCK_BYTES)
     creation = h5p.create(h5p.FILE_CREATE)
     creation.set_obj_track_times(False)
     return h5f.create(os.fsencode(path), h5f.ACC_TRUNC, creation, access)
