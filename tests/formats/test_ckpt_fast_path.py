@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from support import ckpt_peer
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats.ckpt import locate, reader
+from reshard_mpi.formats import ckpt
+from reshard_mpi.formats.ckpt import locate
 from reshard_mpi.formats.ckpt import wire as module
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import Manifest
@@ -47,7 +48,7 @@ def test_both_ways_find_the_same(
         ckpt_peer.write(path.with_name("like.ckpt"), contents, pieces=pieces)
         fast = located(path)
         assert located(path, located(path.with_name("like.ckpt"))) == fast
-        with mock.patch.object(reader, "encoding_of", lambda *_: None):
+        with mock.patch.object(ckpt, "encoding_of", lambda *_: None):
             slow = located(path)
         assert fast == slow
 
@@ -58,7 +59,7 @@ def test_a_shard_of_the_same_structure_is_not_parsed(tmp_path: Path) -> None:
         tensor = SampleTensor("w", BY_NAME["int8"], (3, 4), bytes([number]) * 12)
         ckpt_peer.write(path, ShardContents.of([tensor], {"note": "a" if number < 2 else "b"}))
     like = located(paths[0])
-    with mock.patch.object(reader, "_CheckpointReading", side_effect=AssertionError("parsed")):
+    with mock.patch.object(ckpt, "_CheckpointReading", side_effect=AssertionError("parsed")):
         assert located(paths[1], like) == like.at(str(paths[1]))
         with pytest.raises(AssertionError):
             located(paths[2], like)
@@ -80,9 +81,9 @@ def test_names_of_every_length_are_taken_alike(tmp_path: Path, length: int) -> N
     names = [f"{number}".rjust(length, "n") for number in range(50)]
     contents = ShardContents.of([SampleTensor(name, BY_NAME["int8"], (2,), b"ab") for name in names])
     ckpt_peer.write(tmp_path / "shard.ckpt", contents)
-    with mock.patch.object(reader, "value_at", wraps=reader.value_at) as parsed:
+    with mock.patch.object(ckpt, "value_at", wraps=ckpt.value_at) as parsed:
         fast = located(tmp_path / "shard.ckpt")
-    with mock.patch.object(reader, "encoding_of", lambda *_: None):
+    with mock.patch.object(ckpt, "encoding_of", lambda *_: None):
         slow = located(tmp_path / "shard.ckpt")
     assert fast == slow and isinstance(fast, Manifest) and list(fast.tensors) == names
     assert parsed.call_count < 10 or length > 2000  # the longest may end behind what is read at once

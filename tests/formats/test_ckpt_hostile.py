@@ -12,7 +12,6 @@ from support import ckpt_peer
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import ckpt, structure
-from reshard_mpi.formats.ckpt import writer
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.testing import sample_tensors
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents, payload
@@ -215,7 +214,7 @@ def test_a_payload_that_ends_like_a_trailer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cut_bytes", [1, 7, 23, 24, 25])
 def test_large_tensors_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_bytes: int) -> None:
-    monkeypatch.setattr(writer, "CUT_BYTES", cut_bytes)
+    monkeypatch.setattr(ckpt, "CUT_BYTES", cut_bytes)
     contents = ShardContents.of(
         [SampleTensor.random("w", BY_NAME["float64"], (3,)), SampleTensor.random("b", BY_NAME["int8"], (0,))]
     )

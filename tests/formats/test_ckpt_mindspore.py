@@ -71,7 +71,7 @@ def test_our_bytes_are_mindspores(tmp_path: Path) -> None:
 def test_our_cuts_are_mindspores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
     """Its synchronous save of a Tensor cuts by bytes, in the middle of rows, its slice size in units of 1024."""
     monkeypatch.setattr(serialization, "SLICE_SIZE", 2)
-    monkeypatch.setattr(ckpt.writer, "CUT_BYTES", 2048)
+    monkeypatch.setattr(ckpt, "CUT_BYTES", 2048)
     sample = SampleTensor.random("w", BY_NAME["float32"], (elements,))
     save(tmp_path / "theirs.ckpt", [sample])
     sample_tensors.write(ckpt, str(tmp_path / "ours.ckpt"), ShardContents.of([sample]))

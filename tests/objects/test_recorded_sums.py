@@ -25,7 +25,7 @@ from support.oracle import RawLayout
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.engine.open_files import sync_and_drop_cache
-from reshard_mpi.formats.ckpt import writer
+from reshard_mpi.formats import ckpt
 from reshard_mpi.runs import target_writer
 from reshard_mpi.runs.recorded_runs import RecordedSums
 
@@ -135,7 +135,7 @@ def test_a_source_that_breaks_its_recorded_sums_is_refused(bucket: Bucket, tmp_p
 @pytest.mark.slow
 def test_a_tensor_in_several_pieces(seaweedfs: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A large one of a `.ckpt` has headers within: parts that are copied end there."""
-    monkeypatch.setattr(writer, "CUT_BYTES", 11 * MIB)
+    monkeypatch.setattr(ckpt, "CUT_BYTES", 11 * MIB)
     c = verified_source(tmp_path, seaweedfs, rows(_RANKS), rows(1), large(), "ckpt")
     received_bytes, copied_bytes = moved(c, seaweedfs)
     assert 0 < copied_bytes < _COPIED_BYTES

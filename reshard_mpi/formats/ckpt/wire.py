@@ -199,6 +199,8 @@ class WireReader:
 CRC_MARK = b"crc_num"
 CRC_BYTES = len(CRC_MARK) + 10
 EMPTY_CHECKPOINT = CRC_MARK + bytes(10)
+# First four bytes of a file saved with enc_key, as a little-endian number (seen in files of MindSpore 2.10).
+_ENCRYPTED = {0x7F3A5ED8: "AES-GCM", 0x7F3A5ED9: "AES-CBC", 0x7F3A5EDA: "SM4-CBC"}
 # `tensor_type` of a string.
 STRING_TYPE = "str"
 _MAX_TYPE_BYTES = 64
@@ -241,6 +243,25 @@ def value_at(reader: WireReader, offset: int) -> FileValue:
     return _value(reader, reader.field(offset, reader.size_bytes))
 
 
+def joined_bytes(reader: WireReader, pieces: list[FileValue]) -> int:
+    """Return the length of all pieces together. Raises ShardError if they are not pieces of one tensor."""
+    first = pieces[0]
+    for piece in pieces:
+        if piece.dims != first.dims or piece.type_name != first.type_name:
+            raise disagreeing(reader, piece, first.type_name, first.dims)
+    return sum(piece.content.length_bytes for piece in pieces)
+
+
+def disagreeing(reader: WireReader, piece: FileValue, type_name: str, dims: tuple[int, ...]) -> ShardError:
+    """Return the error for a piece of a tensor that is not of this type and these dims, as the tensor is."""
+    return reader.damage(
+        f"the pieces of {piece.tag!r} do not agree in shape and type",
+        piece.offset,
+        expected=f"{type_name} {list(dims)}",
+        got=f"{piece.type_name} {list(piece.dims)}",
+    )
+
+
 def is_trailer(reader: WireReader, offset: int) -> bool:
     """Tell whether the file ends, from `offset` on, with the checksum of all before.
 
@@ -248,6 +269,25 @@ def is_trailer(reader: WireReader, offset: int) -> bool:
     ends like a checksum is not taken for one.
     """
     return reader.size_bytes - offset == CRC_BYTES and reader.read(offset, len(CRC_MARK)) == CRC_MARK
+
+
+def size_without_checksum(file: SourceFile, end: int) -> int:
+    """Return the length of a file without the checksum that may be at its end. end: of its last payload."""
+    shorter_bytes = file.size_bytes - CRC_BYTES
+    has_checksum = shorter_bytes >= max(end, 1) and file.read(shorter_bytes, len(CRC_MARK)) == CRC_MARK
+    return shorter_bytes if has_checksum else file.size_bytes
+
+
+def refuse_encrypted(reader: WireReader) -> None:
+    """Raise ShardError for a file that MindSpore has encrypted."""
+    if reader.size_bytes >= 4:
+        cipher = _ENCRYPTED.get(int.from_bytes(reader.read(0, 4), "little"))
+        if cipher:
+            raise reader.damage(
+                f"a shard is encrypted ({cipher})",
+                0,
+                remedy="load it with MindSpore and its dec_key, and save it without enc_key",
+            )
 
 
 def encoding_of(reader: WireReader, value: FileValue) -> tuple[bytes, bytes] | None:
@@ -371,3 +411,8 @@ def encode_around(length_bytes: int, dims: tuple[int, ...], type_name: str, cont
     tag = encode_length(_TAG, length_bytes)
     after = encode_length(_TENSOR, len(tensor) + content_bytes) + tensor
     return encode_length(_VALUE, len(tag) + length_bytes + len(after) + content_bytes) + tag, after
+
+
+def header_bytes(tag_bytes: int, dims: tuple[int, ...], type_name: str, content_bytes: int) -> int:
+    """Return the length of what `encode_header` returns, for a tag of `tag_bytes` bytes."""
+    return tag_bytes + sum(map(len, encode_around(tag_bytes, dims, type_name, content_bytes)))
