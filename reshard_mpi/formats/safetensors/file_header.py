@@ -126,7 +126,7 @@ def open_header(file: SourceFile) -> JsonReader:
     return JsonReader(file.read_exactly, path, LENGTH_BYTES, end, "the header of a shard")
 
 
-# Behind this `single_file.seal` adds the checksum of a file to its metadata, and takes as many spaces from the end.
+# Behind this `seal` adds the checksum of a file to its metadata, and takes as many spaces from the end.
 START = f'{{"{METADATA}":{{'.encode()
 
 

@@ -22,15 +22,14 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError, TargetError, UsageError
 from reshard_mpi.filesystem import source_files
-from reshard_mpi.formats import structure
+from reshard_mpi.formats import safetensors, structure
 from reshard_mpi.formats.manifest import Manifest, ShardSpec, Specs
 from reshard_mpi.formats.protocol import NO_SUMS
 from reshard_mpi.formats.protocol import no_crc as check_crc  # MindSpore's may be of another file
 from reshard_mpi.formats.protocol import no_sums as stored_sums
-from reshard_mpi.formats.safetensors import single_file
+from reshard_mpi.formats.safetensors import read_back
 from reshard_mpi.formats.safetensors.file_header import FORMAT, TORCH
 from reshard_mpi.formats.safetensors.json_reader import Json, JsonReader, shown
-from reshard_mpi.formats.safetensors.single_file import read_back
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import KIB, MIB, shortened
@@ -148,19 +147,19 @@ _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 def locate(path: str, like: Manifest | None = None) -> Manifest:
     """Find the tensors of one of the files, as of any safetensors file."""
-    return single_file.locate(path, like)._replace(format=NAME, strings={})
+    return safetensors.locate(path, like)._replace(format=NAME, strings={})
 
 
 def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
     """Return the size of the file of `spec`. Raises TargetError for unsupported contents."""
     _require_types(spec.specs, "")
-    return single_file.lay_out(spec.specs, _METADATA, "").size_bytes
+    return safetensors.lay_out(spec.specs, _METADATA, "").size_bytes
 
 
 def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     """Write the file `path` without its payloads. Raises TargetError for unsupported contents."""
     _require_types(spec.specs, path)
-    return single_file.reserve_as(fd, path, spec._replace(strings={}), NAME, _METADATA)
+    return safetensors.reserve_as(fd, path, spec._replace(strings={}), NAME, _METADATA)
 
 
 def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = False) -> None:
@@ -324,7 +323,7 @@ def _located(folder: str, file: str) -> Manifest:
             where=folder,
             remedy="copy or download it again",
         )
-    manifest = single_file.locate(path)
+    manifest = safetensors.locate(path)
     if manifest.part_of:
         raise ShardError(
             f"a file that the index names is one part of {manifest.part_of}, and may hold slices",

@@ -22,15 +22,14 @@ from typing import Any, NamedTuple
 from reshard_mpi.errors import ShardError, told
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.filesystem.source_files import FileVersion
-from reshard_mpi.formats import structure
+from reshard_mpi.formats import safetensors, structure
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest import flatten_tree, nodes
 from reshard_mpi.formats.nest.nodes import Dict, Value, no_constant
 from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.formats.protocol import no_sums as stored_sums
-from reshard_mpi.formats.safetensors import mindformers_index, single_file
+from reshard_mpi.formats.safetensors import mindformers_count, mindformers_index
 from reshard_mpi.formats.safetensors.mindformers_index import INDEX, EqualCut, SlicedTensor
-from reshard_mpi.formats.safetensors.single_file import mindformers_count
 from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import KIB, MIB
@@ -46,12 +45,12 @@ _REMEDY = "restore index and files of one and the same save"
 
 def locate(path: str, like: Manifest | None = None) -> Manifest:
     """Find the tensors of one of the files, as of any safetensors file."""
-    return single_file.locate(path, like)._replace(format=NAME)
+    return safetensors.locate(path, like)._replace(format=NAME)
 
 
 def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
     """Tell whether a file has MindSpore's checksum. Raises ShardError if it does not fit that."""
-    return path.endswith(_SUFFIX) and single_file.check_crc(path, on_bytes)
+    return path.endswith(_SUFFIX) and safetensors.check_crc(path, on_bytes)
 
 
 class _FolderContents(NamedTuple):
@@ -88,7 +87,7 @@ def open_folder(folder: str) -> dict[int, Manifest]:
     for file in listing.files:
         path = str(Path(folder, file))
         try:
-            located[file] = single_file.locate(path).tensors
+            located[file] = safetensors.locate(path).tensors
         except ShardError as error:
             if listing.tensors is None:
                 raise

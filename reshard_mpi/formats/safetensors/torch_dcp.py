@@ -17,12 +17,12 @@ from pathlib import Path
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem import source_files
-from reshard_mpi.formats import structure
+from reshard_mpi.formats import safetensors, structure
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import no_crc as check_crc
 from reshard_mpi.formats.protocol import no_sums as stored_sums
-from reshard_mpi.formats.safetensors import file_header, single_file
+from reshard_mpi.formats.safetensors import file_header
 from reshard_mpi.formats.safetensors.file_header import SHARDING
 from reshard_mpi.formats.safetensors.json_reader import JsonReader, as_numbers, as_object, shown
 from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable
@@ -72,7 +72,7 @@ _REMEDY = "copy the folder again, all files of it"
 
 def locate(path: str, like: Manifest | None = None) -> Manifest:
     """Find the pieces of tensors in one of the files, as of any safetensors file."""
-    return single_file.locate(path)._replace(format=NAME)
+    return safetensors.locate(path)._replace(format=NAME)
 
 
 def files_of(folder: str) -> tuple[str, ...]:
