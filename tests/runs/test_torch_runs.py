@@ -20,7 +20,7 @@ from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import ckpt, torch
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import NEST
-from reshard_mpi.formats.torch import file_content, reader
+from reshard_mpi.formats.torch import file_content
 from reshard_mpi.testing import sample_tensors
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents
 
@@ -91,7 +91,7 @@ def test_a_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         parsed.append(file.path)
         return file_content.content_of(file)
 
-    monkeypatch.setattr(reader, "content_of", content_of)
+    monkeypatch.setattr(torch, "content_of", content_of)
     paths = {"SRC": str(GOLDEN / "train.pth"), "DST": str(tmp_path / "out")}
     done(*(paths.get(word, word) for word in command.split()))
     assert parsed == [str(GOLDEN / "train.pth")]

@@ -16,9 +16,9 @@ from reshard_mpi.formats.manifest import Manifest, ShardSpec, Specs
 from reshard_mpi.formats.nest.nodes import Value
 from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
 from reshard_mpi.formats.tensor_table import TensorTable
+from reshard_mpi.formats.torch import check_members
 from reshard_mpi.formats.torch.archive import Archive
 from reshard_mpi.formats.torch.pickler import rebuilt, require_types
-from reshard_mpi.formats.torch.writer import check_members
 from reshard_mpi.text import KIB
 
 _HOLDER = "a torch distributed checkpoint"

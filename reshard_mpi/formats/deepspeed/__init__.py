@@ -44,9 +44,9 @@ from reshard_mpi.formats.nest import flatten_tree
 from reshard_mpi.formats.nest.nodes import Dict, NestError, Value, entry_of, text_pairs
 from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
+from reshard_mpi.formats.torch import check_crc
 from reshard_mpi.formats.torch.framework_files import FlatVector, HeldTensor, TensorPieces, held, read_content
 from reshard_mpi.formats.torch.tensors import StoredTensor, is_tensor
-from reshard_mpi.formats.torch.writer import check_crc
 from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import natural_key
 

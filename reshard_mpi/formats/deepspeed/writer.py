@@ -14,7 +14,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from reshard_mpi.errors import TargetError
-from reshard_mpi.formats import structure
+from reshard_mpi.formats import structure, torch
 from reshard_mpi.formats.deepspeed.layout import (
     LAYOUT,
     FlatGroupLayout,
@@ -36,7 +36,6 @@ from reshard_mpi.formats.manifest import NEST, Manifest, ShardSpec, Specs
 from reshard_mpi.formats.nest import rebuild_tree
 from reshard_mpi.formats.nest.nodes import MODEL, ORDERED_DICT, Call, Dict, Global, NestError, Value
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
-from reshard_mpi.formats.torch import writer as torch_writer
 from reshard_mpi.formats.torch.archive import ENDS_BYTES, MEMBER_BYTES
 from reshard_mpi.formats.torch.file_content import content_of
 from reshard_mpi.formats.torch.pickler import WrittenTensor, dumps, require_types
@@ -88,14 +87,14 @@ def size_at_most_bytes(spec: ShardSpec, *, crc: bool = False) -> int:
     require_types(spec.specs, "a file of DeepSpeed", "")
     file = _written(spec, "")
     members = sum(storage.size_bytes + MEMBER_BYTES + _STEM_BYTES for storage in file.storages)
-    return members + len(dumps(file.root)) + torch_writer.SMALL_MEMBERS_BYTES + ENDS_BYTES
+    return members + len(dumps(file.root)) + torch.SMALL_MEMBERS_BYTES + ENDS_BYTES
 
 
 def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     """Write the file `path` without the elements of its tensors, as `Format.reserve` says."""
     require_types(spec.specs, "a file of DeepSpeed", path)
     file = _written(spec, path)
-    starts, digest = torch_writer.write_archive(fd, dumps(file.root), [storage.size_bytes for storage in file.storages])
+    starts, digest = torch.write_archive(fd, dumps(file.root), [storage.size_bytes for storage in file.storages])
     tensors = _placed(spec, file, starts, path)
     return Manifest(path, NAME, tensors, dict(spec.strings), spec.identity, header_digest=digest)
 
@@ -129,7 +128,7 @@ def read_back(meant: Manifest) -> None:
         raise structure.not_as_written(meant.path)
 
 
-seal = torch_writer.seal
+seal = torch.seal
 
 
 class _WrittenStorage(NamedTuple):
