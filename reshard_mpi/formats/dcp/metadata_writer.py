@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from reshard_mpi.errors import DisagreementError
+from reshard_mpi.errors import DisagreementError, TargetError
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.dcp import file_layout
 from reshard_mpi.formats.dcp.bulk_metadata import FILESYSTEM, METADATA, ItemPlace
-from reshard_mpi.formats.dcp.file_layout import Keys, TensorLeaf, tensors_in
+from reshard_mpi.formats.dcp.file_layout import Keys, TensorLeaf, flattened, tensors_in
 from reshard_mpi.formats.dcp.metadata import INDEX, OWN_STRINGS
-from reshard_mpi.formats.dcp.writer import entries_of
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import NEST, Manifest, apart_error, common_nest
 from reshard_mpi.formats.nest.nodes import Value
 from reshard_mpi.formats.tensor_table import TensorType
-from reshard_mpi.formats.torch.pickler import text_opcode, whole_opcode
+from reshard_mpi.formats.torch.pickler import rebuilt, text_opcode, whole_opcode
 
 _VERSION = "1.0.0"
 # Numbers of this many bytes, so that the pickle has the same length wherever its objects lie.
@@ -116,6 +115,38 @@ def _wholes(shards: Sequence[Manifest]) -> dict[str, CollectedTensor]:
             place = ItemPlace(file, start - len(item.head), item.length_bytes)
             whole.pieces.setdefault(box.start, (box.start, shape, place))
     return wholes
+
+
+# The name of an entry of a checkpoint, its path, and a `TensorLeaf` or an object.
+Entry = tuple[str, Keys, Value]
+
+
+def entries_of(names: Sequence[str], strings: Mapping[str, str], where: str) -> list[Entry]:
+    """Return the entries of a checkpoint of these tensors and strings.
+
+    Tensors in objects have entries of their own besides, for this program. Raises TargetError if the strings do not
+    fit the tensors, or two entries have the same name.
+    """
+    root = rebuilt({name: TensorLeaf(name) for name in names}, strings, where)
+    entries: list[Entry] = []
+    met: set[str] = set()
+    values = [*flattened(root)]
+    objects = [value for _, value in values if type(value) is not TensorLeaf]
+    values += [((name,), TensorLeaf(name)) for value in objects for name in tensors_in(value)]
+    for path, value in values:
+        name = ".".join(map(str, path))
+        if type(value) is TensorLeaf and value.name != name:
+            name, path = value.name, (value.name,)
+        if name in met:
+            raise TargetError(
+                "two entries have the same name when their keys are joined by dots, as torch does",
+                got=repr(name),
+                where=where,
+                remedy="choose another format with --to",
+            )
+        met.add(name)
+        entries.append((name, path, value))
+    return entries
 
 
 def _entries(shards: Sequence[Manifest]) -> tuple[dict[str, str], dict[str, Keys], dict[str, Value]]:

@@ -19,13 +19,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from reshard_mpi.errors import ShardError, TargetError
-from reshard_mpi.formats import structure
-from reshard_mpi.formats.dcp import file_layout
-from reshard_mpi.formats.dcp import writer as dcp_writer
+from reshard_mpi.formats import dcp, structure
+from reshard_mpi.formats.dcp import file_layout, seal
 from reshard_mpi.formats.dcp.bulk_metadata import ItemPlace
 from reshard_mpi.formats.dcp.file_layout import TensorLeaf, tensors_in
 from reshard_mpi.formats.dcp.metadata_writer import CollectedTensor, content_of, contents_of
-from reshard_mpi.formats.dcp.writer import seal
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardSpec
 from reshard_mpi.formats.megatron.common_state import objects_of
@@ -105,11 +103,11 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     _require_common(spec, path)
     specs, strings = spec.specs, dict(spec.strings)
     structure.check_names(path, [*specs.names, *strings])
-    tensors = dcp_writer.write_items(fd, path, specs, strings, _layout_of(specs.kinds))
+    tensors = dcp.write_items(fd, path, specs, strings, _layout_of(specs.kinds))
     return Manifest(path, NAME, tensors, strings)
 
 
-def _layout_of(kinds: Sequence[TensorType]) -> dcp_writer.LayoutOf:
+def _layout_of(kinds: Sequence[TensorType]) -> dcp.LayoutOf:
     """Return the layouts of items of these kinds, by the names of chunks."""
     return lambda name, kind: file_layout.of_tensor(item_kind(name, kinds[kind]))
 
@@ -126,7 +124,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
             where=path,
             remedy=f"give {Path(path).parent}",
         )
-    footer = dcp_writer.read_items(path, lambda tensors: _layout_of(tensors.kinds))
+    footer = dcp.read_items(path, lambda tensors: _layout_of(tensors.kinds))
     part_of, to_have_all = "a Megatron checkpoint", f"give {Path(path).parent}"
     return Manifest(path, NAME, footer.tensors, footer.strings, part_of=part_of, to_have_all=to_have_all)
 

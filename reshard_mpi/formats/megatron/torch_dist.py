@@ -20,10 +20,10 @@ from typing import NamedTuple
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats import structure
+from reshard_mpi.formats.dcp import located_items, metadata_of
 from reshard_mpi.formats.dcp.bulk_metadata import ItemKey
 from reshard_mpi.formats.dcp.items import LocatedFile, StoragePlace
 from reshard_mpi.formats.dcp.metadata import TensorChunks
-from reshard_mpi.formats.dcp.reader import located_items, metadata_of
 from reshard_mpi.formats.locations import Location
 from reshard_mpi.formats.megatron.flat_state import BucketNames, of_buckets, unflattened
 from reshard_mpi.formats.megatron.layers import layer_axes
