@@ -45,7 +45,7 @@ from reshard_mpi.formats.nest.nodes import Dict, NestError, Value, entry_of, tex
 from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
 from reshard_mpi.formats.torch import check_crc
-from reshard_mpi.formats.torch.framework_files import FlatVector, HeldTensor, TensorPieces, held, read_content
+from reshard_mpi.formats.torch.file_content import FlatVector, HeldTensor, TensorPieces, held, read_content
 from reshard_mpi.formats.torch.tensors import StoredTensor, is_tensor
 from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import natural_key

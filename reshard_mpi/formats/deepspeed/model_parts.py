@@ -22,7 +22,7 @@ from reshard_mpi.formats.deepspeed.parameters import OF_EXPERT, TIED
 from reshard_mpi.formats.deepspeed.training_tree import IS_PIPELINE, LAYERS, PIPELINE, STAGES
 from reshard_mpi.formats.nest.nodes import Dict, NestTensor, entry_of
 from reshard_mpi.formats.protocol import PackingOptions
-from reshard_mpi.formats.torch.framework_files import text_of
+from reshard_mpi.formats.torch.file_content import text_of
 from reshard_mpi.text import counted, shortened
 
 _LAYER = re.compile(r"(0|[1-9]\d{0,8})\..+")

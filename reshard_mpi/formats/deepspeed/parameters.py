@@ -29,7 +29,7 @@ from reshard_mpi.formats.deepspeed.rank_files import ModelStates, OptimizerState
 from reshard_mpi.formats.deepspeed.ranks import RankStates
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.nest.nodes import Value
-from reshard_mpi.formats.torch.framework_files import FlatVector, HeldTensor, TensorPieces
+from reshard_mpi.formats.torch.file_content import FlatVector, HeldTensor, TensorPieces
 
 OF_EXPERT = re.compile(r"(?P<before>.*\bdeepspeed_experts\.)(?P<number>\d+)(?P<after>\..*)")
 # In a pipeline, modules that several layers share: their weights lie in the files of these layers.

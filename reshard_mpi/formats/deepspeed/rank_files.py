@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.nest.nodes import Call, Dict, Value, entry_of, text_pairs
-from reshard_mpi.formats.torch.file_content import FileContent
-from reshard_mpi.formats.torch.framework_files import FlatVector, HeldTensor, held, read_content
+from reshard_mpi.formats.torch.file_content import FileContent, FlatVector, HeldTensor, held, read_content
 from reshard_mpi.formats.torch.tensors import StoredTensor, numbers
 
 # What files say of their own layout. It is of these ranks, so nothing of it is carried over.

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from reshard_mpi.errors import DisagreementError, ShardError, SourceError
 from reshard_mpi.formats.deepspeed.ranks import RankStates, TagFiles
 from reshard_mpi.formats.nest.nodes import Dict, Value, entry_of, text_pairs
-from reshard_mpi.formats.torch.framework_files import text_of
+from reshard_mpi.formats.torch.file_content import text_of
 from reshard_mpi.sharding.strategy import Strategy
 
 INFO = "universal_checkpoint_info"

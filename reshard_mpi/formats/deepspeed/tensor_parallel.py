@@ -28,7 +28,7 @@ from reshard_mpi.formats.deepspeed.slice_rules import (
 from reshard_mpi.formats.deepspeed.training_tree import DeepSpeedTraining
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, Location, Reduced, StridedView
 from reshard_mpi.formats.nest.nodes import MODEL, Dict, Value, entry_of
-from reshard_mpi.formats.torch.framework_files import TensorPieces
+from reshard_mpi.formats.torch.file_content import TensorPieces
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout, fitted_to_part
 from reshard_mpi.sharding.strategy import Strategy

@@ -12,7 +12,7 @@ from reshard_mpi.formats.deepspeed.rank_files import ModelStates
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest.nodes import Dict, Value
-from reshard_mpi.formats.torch.framework_files import HeldTensor, TensorPieces, held, listed
+from reshard_mpi.formats.torch.file_content import HeldTensor, TensorPieces, held, listed
 from reshard_mpi.formats.torch.tensors import StoredTensor
 
 # Keys of the engine that are kept under their own names. All others are what the training has given to

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.megatron.training_tree import kind_of_group, without_members
 from reshard_mpi.formats.nest.nodes import BYTES_IO, ORDERED_DICT, PLAIN, Call, Dict, Global, Value, entry_of
-from reshard_mpi.formats.torch.framework_files import text_of
+from reshard_mpi.formats.torch.file_content import text_of
 from reshard_mpi.formats.torch.tensors import SIZE
 from reshard_mpi.text import shortened
 

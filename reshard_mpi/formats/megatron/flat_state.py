@@ -34,7 +34,7 @@ from reshard_mpi.formats.megatron.parameter_order import (
 )
 from reshard_mpi.formats.megatron.training_tree import FP32
 from reshard_mpi.formats.nest.nodes import Dict, Value, entry_of
-from reshard_mpi.formats.torch.framework_files import FlatVector, TensorPieces
+from reshard_mpi.formats.torch.file_content import FlatVector, TensorPieces
 from reshard_mpi.formats.torch.tensors import BY_TORCH_NAME
 from reshard_mpi.sharding.box import Box
 

@@ -21,7 +21,7 @@ from reshard_mpi.formats.megatron.parameter_order import MAIN, ElementReader, ro
 from reshard_mpi.formats.megatron.rank_slices import EMBEDDING, RankModel, RankTensor
 from reshard_mpi.formats.megatron.training_tree import FP32
 from reshard_mpi.formats.nest.nodes import Dict, Global, Value
-from reshard_mpi.formats.torch.framework_files import FlatVector, HeldTensor
+from reshard_mpi.formats.torch.file_content import FlatVector, HeldTensor
 from reshard_mpi.formats.torch.tensors import BY_TORCH_NAME, StoredTensor
 
 _ALIGNED_ELEMENTS = 64

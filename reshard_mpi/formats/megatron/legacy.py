@@ -37,7 +37,7 @@ from reshard_mpi.formats.megatron.training_tree import (
     without_members,
 )
 from reshard_mpi.formats.nest.nodes import Dict, Value, entry_of, text_pairs
-from reshard_mpi.formats.torch.framework_files import HeldTensor, TensorPieces, held, text_of
+from reshard_mpi.formats.torch.file_content import HeldTensor, TensorPieces, held, text_of
 from reshard_mpi.formats.torch.tensors import StoredTensor
 from reshard_mpi.sharding.box import Box
 

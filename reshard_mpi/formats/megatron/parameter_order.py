@@ -21,7 +21,7 @@ from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.locations import ByteRange, ByteRanges
-from reshard_mpi.formats.torch.framework_files import FlatVector
+from reshard_mpi.formats.torch.file_content import FlatVector
 from reshard_mpi.sharding.box import Box
 
 _ALIGNED_ELEMENTS = 64

@@ -19,7 +19,7 @@ from reshard_mpi.errors import DisagreementError, ShardError
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.megatron.training_tree import not_of_one_save, plain
 from reshard_mpi.formats.nest.nodes import Dict, Value, text_pairs
-from reshard_mpi.formats.torch.framework_files import read_content, text_of
+from reshard_mpi.formats.torch.file_content import read_content, text_of
 from reshard_mpi.text import natural_key
 
 MODEL_FILE, VECTOR_FILE = "model_optim_rng.pt", "distrib_optim.pt"

@@ -18,7 +18,7 @@ from reshard_mpi.formats.locations import ByteRange, ByteRanges, Location, Strid
 from reshard_mpi.formats.megatron.parameter_order import ElementReader
 from reshard_mpi.formats.megatron.rank_folders import LegacyRanks, RankFiles
 from reshard_mpi.formats.nest.nodes import Value, text_pairs
-from reshard_mpi.formats.torch.framework_files import HeldTensor, held
+from reshard_mpi.formats.torch.file_content import HeldTensor, held
 from reshard_mpi.formats.torch.tensors import StoredTensor
 from reshard_mpi.sharding.box import Box
 

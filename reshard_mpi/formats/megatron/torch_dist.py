@@ -40,8 +40,7 @@ from reshard_mpi.formats.megatron.training_tree import (
     scaler_of,
 )
 from reshard_mpi.formats.nest.nodes import Dict, Value
-from reshard_mpi.formats.torch.file_content import content_of
-from reshard_mpi.formats.torch.framework_files import TensorPieces, held
+from reshard_mpi.formats.torch.file_content import TensorPieces, content_of, held
 from reshard_mpi.formats.torch.tensors import StoredTensor
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import natural_key

@@ -18,7 +18,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.megatron.layers import is_expert, layer_axes, place_of
 from reshard_mpi.formats.megatron.parameter_order import ElementReader, rounded
 from reshard_mpi.formats.nest.nodes import MAX_DEPTH, Call, Dict, Global, Value, entry_of
-from reshard_mpi.formats.torch.framework_files import TensorPieces, listed, text_of
+from reshard_mpi.formats.torch.file_content import TensorPieces, listed, text_of
 from reshard_mpi.formats.torch.tensors import StoredTensor
 from reshard_mpi.text import shortened
 
