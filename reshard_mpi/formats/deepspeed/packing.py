@@ -13,15 +13,6 @@ from itertools import chain
 from typing import NamedTuple
 
 from reshard_mpi.errors import TargetError
-from reshard_mpi.formats.deepspeed.carried_values import (
-    SETTINGS,
-    config_for,
-    model_text,
-    module_text,
-    no_training,
-    optimizer_text,
-    require_places,
-)
 from reshard_mpi.formats.deepspeed.flat_groups import has_round_robin, is_aligned, round_robin, sub_group_size
 from reshard_mpi.formats.deepspeed.layout import (
     LAYOUT,
@@ -39,6 +30,15 @@ from reshard_mpi.formats.deepspeed.model_parts import ModelParts, parts_of, seco
 from reshard_mpi.formats.deepspeed.parameters import TIED
 from reshard_mpi.formats.deepspeed.ranks import TargetNames
 from reshard_mpi.formats.deepspeed.torch_forms import EngineNest, is_nest_tensor, loss_scaler, nest_of
+from reshard_mpi.formats.deepspeed.training_tree import (
+    SETTINGS,
+    config_for,
+    model_text,
+    module_text,
+    no_training,
+    optimizer_text,
+    require_places,
+)
 from reshard_mpi.formats.deepspeed.weight_copies import compared_parts, weights_made_of
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.nest import flatten_tree

@@ -10,11 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import TargetError
-from reshard_mpi.formats.deepspeed.carried_values import KEPT
 from reshard_mpi.formats.deepspeed.layout import STATE, WEIGHTS, ZeroLayout, vectors_of, whole_part
 from reshard_mpi.formats.deepspeed.model_parts import second_names
 from reshard_mpi.formats.deepspeed.torch_forms import is_nest_tensor, nest_of
-from reshard_mpi.formats.deepspeed.training_tree import CLIENT_STATE
+from reshard_mpi.formats.deepspeed.training_tree import CLIENT_STATE, KEPT
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.nest import flatten_tree
 from reshard_mpi.formats.nest.nodes import MODEL, Dict, NestTensor, Value, entry_of
