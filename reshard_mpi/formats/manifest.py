@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, overload
 from reshard_mpi.errors import DisagreementError, TargetError
 from reshard_mpi.formats.dtypes import DType, numbers
 from reshard_mpi.formats.locations import ByteRanges, LibraryRead, Location
-from reshard_mpi.formats.nest.entries import joined, settings_of
+from reshard_mpi.formats.nest import joined, settings_of
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorTable, TensorType
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import GIB

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.nest.entries import dictionaries_in
+from reshard_mpi.formats.nest import dictionaries_in
 from reshard_mpi.formats.nest.nodes import MODEL, is_whole_training, parsed
 from reshard_mpi.mapping.apply_rules import applied
 from reshard_mpi.mapping.carry_values import carried_into

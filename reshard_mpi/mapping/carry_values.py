@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.nest.entries import BY_GROUP, entries_of, lists_by_group, pairs_of
+from reshard_mpi.formats.nest import BY_GROUP, entries_of, lists_by_group, pairs_of
 from reshard_mpi.formats.nest.nodes import decoded, parsed, written
 from reshard_mpi.mapping.dictionaries import has_below, moved, new_names_of
 from reshard_mpi.mapping.follow_parameters import MadeParameter, by_both_names

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.nest.entries import dictionaries_in, entries_of, pairs_of, parts_in
+from reshard_mpi.formats.nest import dictionaries_in, entries_of, pairs_of, parts_in
 from reshard_mpi.mapping.follow_parameters import MadeParameter
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Form, Optimizer
 from reshard_mpi.text import shortened

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.nest.entries import BUFFERS, entries_below, entries_of, pairs_of, value_of
+from reshard_mpi.formats.nest import BUFFERS, entries_below, entries_of, pairs_of, value_of
 from reshard_mpi.formats.nest.nodes import UNREADABLE, decoded, parsed, places
 from reshard_mpi.mapping.direction import Inventory, TemplateShapes
 from reshard_mpi.mapping.tensor_kinds import STATE_WORDS

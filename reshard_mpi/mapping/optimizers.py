@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-from reshard_mpi.formats.nest.entries import entries_below, entries_of, pairs_of, value_of
+from reshard_mpi.formats.nest import entries_below, entries_of, pairs_of, value_of
 from reshard_mpi.formats.nest.nodes import parsed
 from reshard_mpi.mapping.numbered_state import Training
 from reshard_mpi.mapping.rules import Unlike

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.nest.entries import dictionaries_in, entries_of, value_of
+from reshard_mpi.formats.nest import dictionaries_in, entries_of, value_of
 from reshard_mpi.formats.nest.nodes import MODEL, decoded, parsed, written
 from reshard_mpi.mapping.dictionaries import has_below, moved, names_below, new_names_of
 from reshard_mpi.mapping.follow_parameters import MadeParameter, begin_in_target, beginning_of, made_in

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import FLOATS, DType, numbers
-from reshard_mpi.formats.nest.entries import BY_GROUP
+from reshard_mpi.formats.nest import BY_GROUP
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.direction import MAX_NAMED, Direction, Inventory, TemplateShapes
 from reshard_mpi.mapping.equations import NamePattern

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.nest.entries import dictionaries_in, entries_of, pairs_of, value_of
+from reshard_mpi.formats.nest import dictionaries_in, entries_of, pairs_of, value_of
 from reshard_mpi.formats.nest.nodes import parsed
 from reshard_mpi.mapping.box_pairs import TermTensor
 from reshard_mpi.mapping.direction import Inventory

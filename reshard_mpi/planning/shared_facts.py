@@ -144,7 +144,7 @@ def moment_counters(
 
 def plain_counters(manifests: Iterable[Manifest]) -> tuple[SharedFact, ...]:
     """Return the step counters of shards that are no tensors, each value once: texts, and numbers beside a model."""
-    from reshard_mpi.formats.nest.entries import pairs_of
+    from reshard_mpi.formats.nest import pairs_of
 
     path_of = {text: manifest.path for manifest in manifests for text in manifest.strings.items()}
     counters: dict[tuple[str, str], str] = {}
@@ -384,7 +384,7 @@ def numbers_of_stages(
         strings: those of the target.
         manifests: the opened shards.
     """
-    from reshard_mpi.formats.nest.entries import BUFFERS, numbered_in
+    from reshard_mpi.formats.nest import BUFFERS, numbered_in
 
     try:
         numbered = [*numbered_in(nest_root(strings[NEST]))] if NEST in strings else []
@@ -418,7 +418,7 @@ def unlike_by_group(manifests: Mapping[int, Manifest], in_order: Sequence[int]) 
     texts = [*path_of]
     if len(texts) < 2:
         return
-    from reshard_mpi.formats.nest.entries import lists_by_group
+    from reshard_mpi.formats.nest import lists_by_group
 
     try:
         first, *others = [dict(lists_by_group(nest_root(text))) for text in texts]
