@@ -34,7 +34,7 @@ from reshard_mpi.cli.output import (
 from reshard_mpi.errors import DamageError, DifferenceError, ReshardError, UsageError, told
 from reshard_mpi.processes import comm
 from reshard_mpi.processes.host import ONE_THREAD
-from reshard_mpi.processes.process_lease import finish
+from reshard_mpi.processes.leases import finish
 from reshard_mpi.processes.signals import (
     INTERRUPTED,
     Terminated,
@@ -349,7 +349,7 @@ def _finds(work: Task, what: str, options: argparse.Namespace, sound: Callable[[
 
 def _governor(options: argparse.Namespace) -> None:
     from reshard_mpi.processes.governor import Allowance
-    from reshard_mpi.processes.memory_status import host_state
+    from reshard_mpi.processes.leases import host_state
 
     state = host_state(Allowance.of(None, None, os.environ), os.environ)
     show(json.dumps(state.as_json(), indent=1) if options.json else state.as_text())

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.processes import comm, process_lease
+from reshard_mpi.processes import comm, leases
 from reshard_mpi.processes.governor import Allowance, Lease, open_governor
-from reshard_mpi.processes.process_lease import BASE_BYTES, Start
+from reshard_mpi.processes.leases import BASE_BYTES, Start
 from reshard_mpi.processes.signals import INTERRUPTED, Terminated, exit_when_terminated, ignore_stops, stopped_by
 from reshard_mpi.text import one_line
 
@@ -78,9 +78,7 @@ def begin(arguments: Sequence[str]) -> None:
     try:
         if comm.launched_size(os.environ) > 1:
             # All ranks of a job are there already, and MPI goes on only with all of them: none can wait.
-            process_lease.started(
-                Start(os.getpid(), governor, governor.register(BASE_BYTES + _MPI_BYTES, purpose), None)
-            )
+            leases.started(Start(os.getpid(), governor, governor.register(BASE_BYTES + _MPI_BYTES, purpose), None))
             return
         lease = governor.take(size_bytes, purpose, say, numbers=earlier.numbers)
     except ReshardError:
@@ -92,7 +90,7 @@ def begin(arguments: Sequence[str]) -> None:
             numbers = {key: number + 1 for key, number in lease.numbers.items()}  # the next to that place
             _start_over(lease, _Earlier(size_bytes, waited_seconds, numbers))
 
-    process_lease.started(Start(os.getpid(), governor, lease, over, waited_seconds, earlier.need_bytes))
+    leases.started(Start(os.getpid(), governor, lease, over, waited_seconds, earlier.need_bytes))
 
 
 def _end_job_with_traceback(*error: Any) -> None:

@@ -21,7 +21,7 @@ from reshard_mpi.formats.tensor_table import KEPT_OFFSET_BYTES, KEPT_TENSOR_BYTE
 from reshard_mpi.planning.rank_plan import Group, RankPlan, TensorPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor import Allowance, Governor
-from reshard_mpi.processes.process_lease import WORKER_BYTES, ProcessLease
+from reshard_mpi.processes.leases import WORKER_BYTES, ProcessLease
 from reshard_mpi.runs.plan_conversion import LIMITS, Conversion
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.sharding.box import Box

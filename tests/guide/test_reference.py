@@ -18,7 +18,7 @@ from reshard_mpi.formats.manifest import NEST, ShardIdentity, ShardSpec, TensorS
 from reshard_mpi.formats.protocol import PackingOptions
 from reshard_mpi.formats.registry import FormatInfo
 from reshard_mpi.formats.tensor_table import TensorType
-from reshard_mpi.processes import governor, host, ledger_folder, process_lease
+from reshard_mpi.processes import governor, host, leases, ledger_folder
 from reshard_mpi.sharding import strategy_table, toml_spec
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import unsharded
@@ -191,7 +191,7 @@ def test_variables_of_the_environment() -> None:
 
 
 def test_what_the_page_on_memory_says_of_the_first_lease() -> None:
-    assert f"{process_lease.BASE_BYTES // MIB} MiB at first" in (GUIDE / "memory.md").read_text()
+    assert f"{leases.BASE_BYTES // MIB} MiB at first" in (GUIDE / "memory.md").read_text()
 
 
 def test_the_names_for_authors_of_formats_are_where_the_page_says() -> None:

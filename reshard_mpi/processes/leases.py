@@ -1,4 +1,4 @@
-"""Remember the lease with which this process started (`Start`), and ask for more memory (`ProcessLease`).
+"""Hold the memory of this process (`ProcessLease`), and list the leases on memory of its host (`host_state`).
 
 A process that was started for a run takes a lease while it has loaded next to nothing, and never holds memory while it
 waits: its lease grows in its place, or the process starts over (`Start`), as small as at first, and waits for all that
@@ -14,14 +14,19 @@ run, which may be waiting for memory, it gives way to whoever is in line.
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.processes.governor import Allowance, Governor, Lease, Say, open_governor
-from reshard_mpi.processes.memory_scopes import resident_bytes
-from reshard_mpi.text import MIB
+from reshard_mpi.processes.governor import Allowance, Governor, Lease, Say, leased_bytes, open_governor
+from reshard_mpi.processes.host import is_stopped, pid_state
+from reshard_mpi.processes.ledger import Ledger, LedgerEntry
+from reshard_mpi.processes.ledger_folder import LEDGER_SUFFIX, LedgerFolder, find_place
+from reshard_mpi.processes.memory_scopes import find_scopes, resident_bytes
+from reshard_mpi.text import MIB, format_bytes, one_line
 
 # An interpreter with all modules for planning and moving bytes.
 BASE_BYTES = 43 * MIB
@@ -202,3 +207,123 @@ class ProcessLease:
             used_before_bytes=self._used_before_bytes,
         )
         self.waited_seconds += self._lease.waited_seconds
+
+
+class ScopeState(NamedTuple):
+    """One scope and its line."""
+
+    name: str
+    ceiling_bytes: int
+    allowed_bytes: int | None  # what its leases may hold together now; None for a scope that this process is not in
+    entries: tuple[LedgerEntry, ...]
+    locked_by: tuple[int, ...] = ()  # the processes that are changing its line now, or have been stopped while they did
+
+    @property
+    def leases(self) -> tuple[LedgerEntry, ...]:
+        return tuple(entry for entry in self.entries if entry.holds)
+
+    @property
+    def waiting(self) -> tuple[LedgerEntry, ...]:
+        """In the order of the line."""
+        return tuple(entry for entry in self.entries if not entry.holds)
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(lease.size_bytes for lease in self.leases)
+
+
+class HostState(NamedTuple):
+    """The scopes of this process, the host first, and all others that this user's processes use on this host."""
+
+    place: LedgerFolder
+    scopes: tuple[ScopeState, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the state as plain values; sizes in bytes, times in seconds since the epoch."""
+        return {
+            "version": 1,
+            "folder": str(self.place.folder),
+            "private": self.place.private or None,
+            "scopes": [
+                {
+                    "name": scope.name,
+                    "ceiling_bytes": _size_or_none(scope.ceiling_bytes),
+                    "allowed_bytes": scope.allowed_bytes,
+                    "held_bytes": scope.held_bytes,
+                    "locked_by": [{"pid": pid, "state": pid_state(pid)} for pid in scope.locked_by],
+                    "leases": [_entry_as_json(entry) for entry in scope.leases],
+                    "waiting": [_entry_as_json(entry) for entry in scope.waiting],
+                }
+                for scope in self.scopes
+            ],
+        }
+
+    def as_text(self) -> str:
+        """Return the state as lines for people."""
+        lines = [line for scope in self.scopes for line in _scope_lines(scope, time.time())]
+        if self.place.private:
+            lines.append(f"Only processes that see {self.place.folder} are listed: {self.place.private}.")
+        return "\n".join(map(one_line, lines))
+
+
+def host_state(allowance: Allowance, environment: Mapping[str, str]) -> HostState:
+    """Return who holds leases on this host now and who waits, and how much `allowance` allows them."""
+    place = find_place(environment)
+    scopes = {}
+    for scope in reversed(find_scopes(environment, allowance.memory_bytes, allowance.max_active)):
+        ledger = Ledger(place.path_of(scope.key))
+        entries = tuple(ledger.entries())
+        allowed_bytes = max(0, scope.allowed_bytes(leased_bytes(entry for entry in entries if entry.holds)))
+        state = ScopeState(scope.name, scope.ceiling_bytes, allowed_bytes, entries, ledger.lock_holders())
+        scopes[ledger.path] = state
+    for path in sorted(place.folder.glob(f"*{LEDGER_SUFFIX}")):
+        ledger = Ledger(path)
+        entries = tuple(ledger.entries()) if path not in scopes else ()
+        if entries:
+            scopes[path] = ScopeState(entries[0].scope, entries[0].ceiling_bytes, None, entries, ledger.lock_holders())
+    return HostState(place, tuple(scopes.values()))
+
+
+def _scope_lines(scope: ScopeState, now: float) -> list[str]:
+    allowed_bytes = scope.ceiling_bytes if scope.allowed_bytes is None else scope.allowed_bytes
+    held = f"{len(scope.leases)} {'lease holds' if len(scope.leases) == 1 else 'leases hold'}"
+    head = f"{scope.name}: {held} {format_bytes(scope.held_bytes)} of {format_bytes(allowed_bytes)}"
+    head += f", {len(scope.waiting)} waiting" if scope.waiting else ""
+    rows = [("", *_entry_cells(lease, scope, now)) for lease in scope.leases]
+    rows += [(f"{place}.", *_entry_cells(entry, scope, now)) for place, entry in enumerate(scope.waiting, 1)]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
+    locked = [
+        f"  pid {pid} ({pid_state(pid)}) keeps its line locked: nobody comes or goes until it is continued or ended"
+        for pid in scope.locked_by
+        if is_stopped(pid)
+    ]
+    return [
+        head,
+        *locked,
+        *("  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths)) + f"  {row[4]}" for row in rows),
+    ]
+
+
+def _entry_cells(entry: LedgerEntry, scope: ScopeState, now: float) -> tuple[str, str, str, str]:
+    what = f"{'holds' if entry.holds else 'waits for'} {format_bytes(entry.size_bytes)}"
+    if entry.ceiling_bytes < scope.ceiling_bytes:  # its user allows it less
+        what += f" within {format_bytes(entry.ceiling_bytes)}"
+    seconds = f"{max(0.0, now - entry.since):.0f} s"
+    stopped = "stopped: " if entry.is_stopped else ""
+    return f"pid {entry.pid}", what, seconds, f"{stopped}{entry.purpose}"
+
+
+def _entry_as_json(entry: LedgerEntry) -> dict[str, Any]:
+    return {
+        "pid": entry.pid,
+        "size_bytes": entry.size_bytes,
+        "ceiling_bytes": _size_or_none(entry.ceiling_bytes),
+        "purpose": entry.purpose,
+        "state": entry.state or None,
+        "is_floor": entry.is_floor,
+        "since": entry.since,
+    }
+
+
+def _size_or_none(size_bytes: int) -> int | None:
+    return None if size_bytes == sys.maxsize else size_bytes
