@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.errors import UsageError, wrong_type
 from reshard_mpi.filesystem.paths import is_object_path, is_url
+from reshard_mpi.processes.host import task_number
 from reshard_mpi.text import parse_bytes
 
 # What is between the sides of an equation.
@@ -253,8 +254,6 @@ def read_part(text: str) -> TargetShare:
     if len(shares) > _MAX_DIGITS and shares.isdecimal():
         raise _wrong_word(f"I/N with N of {_MAX_DIGITS} digits at most", text)
     if share == "auto" and _is_number(shares) and int(shares):
-        from reshard_mpi.processes.task_number import task_number
-
         number, variable = task_number(int(shares), os.environ)
         return TargetShare(number, int(shares), variable)
     if not (slash and _is_number(share) and _is_number(shares) and int(share) < int(shares)):

@@ -8,7 +8,7 @@ from support.command_line import refused
 import reshard_mpi
 from reshard_mpi.errors import UsageError
 from reshard_mpi.options import TargetShare, read_part
-from reshard_mpi.processes.task_number import RUNNERS, ArrayVariables, task_number
+from reshard_mpi.processes.host import RUNNERS, ArrayVariables, task_number
 
 
 @pytest.mark.parametrize("runner", RUNNERS, ids=lambda runner: runner.runner)
