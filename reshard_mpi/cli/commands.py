@@ -320,7 +320,7 @@ def _audit(options: argparse.Namespace) -> int:
                 for line in told:
                     show(line)
             if options.plot is not None:
-                from reshard_mpi.pictures.norms import Mark, norms_page
+                from reshard_mpi.pictures.pages import Mark, norms_page
                 from reshard_mpi.runs.run_pictures import write_page
 
                 marks = [Mark(each.severity, str(each.kind), each.tensor, each.detail) for each in report.findings]

@@ -1,13 +1,17 @@
-"""Draw rectangles and texts as SVG; colours and labels (`Scene`)."""
+"""Draw rectangles and texts as SVG or PNG (`svg_of`, `png_of`); colours and labels (`Scene`)."""
 
 from __future__ import annotations
 
+import io
+import logging
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import PurePath
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from reshard_mpi.errors import UsageError
 from reshard_mpi.pictures.figures import Shards
 from reshard_mpi.text import one_line
 
@@ -311,3 +315,82 @@ def _escaped(text: str) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+# Points of a scene become inches of matplotlib's as 1/72, and inches this number of dots: sharp in print at that size.
+_POINTS, _DOTS = 72, 200
+
+
+def require_matplotlib() -> None:
+    """Raise UsageError if matplotlib is not there."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            "a picture in PNG is drawn by matplotlib, which cannot be imported",
+            expected="matplotlib, as pip install 'reshard-mpi[plot]' brings it",
+            got=str(error),
+            remedy="install it, or ask for .svg or .html, which need nothing",
+        ) from None
+
+
+def png_of(scene: Scene) -> bytes:
+    """Return a scene as a PNG file. Raises UsageError without matplotlib."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
+    figure = Figure(figsize=(scene.width / _POINTS, scene.height / _POINTS), dpi=_DOTS, facecolor=PAPER)
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(0, scene.width)
+    axes.set_ylim(scene.height, 0)
+    axes.axis("off")
+    for order, item in enumerate(scene.items):
+        if isinstance(item, Rectangle):
+            _add_rectangle(axes, item, order)
+        else:
+            _add_text(axes, item, order)
+    written = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of letters that the font has not
+        figure.savefig(
+            written, format="png", metadata={"Title": scene.title.encode("latin-1", "replace").decode("latin-1")}
+        )
+    return written.getvalue()
+
+
+def _add_rectangle(axes: Any, item: Rectangle, order: int) -> None:
+    from matplotlib.patches import Rectangle as Patch
+
+    axes.add_patch(
+        Patch(
+            (item.x, item.y),
+            item.width,
+            item.height,
+            facecolor=item.fill or "none",
+            edgecolor=item.stroke or "none",
+            linewidth=item.stroke_width if item.stroke else 0,
+            joinstyle="miter",
+            zorder=order,
+        )
+    )
+
+
+def _add_text(axes: Any, item: TextLine, order: int) -> None:
+    sides = {"start": "left", "middle": "center", "end": "right"}
+    text = axes.text(
+        item.x,
+        item.y,
+        item.text,
+        fontsize=item.size,
+        color=item.colour,
+        fontweight="bold" if item.bold else "normal",
+        horizontalalignment=sides[item.anchor],
+        verticalalignment="baseline",
+        rotation=90 if item.turned else 0,
+        rotation_mode="anchor",
+        zorder=order,
+    )
+    text.set_parse_math(False)  # a name with dollars is a name

@@ -19,7 +19,7 @@ from reshard_mpi.text import counted, with_addresses
 
 if TYPE_CHECKING:
     from reshard_mpi.journal.target_records import TensorSum
-    from reshard_mpi.pictures.norms import TensorNorm
+    from reshard_mpi.pictures.pages import TensorNorm
     from reshard_mpi.planning.rank_plan import RankPlan
     from reshard_mpi.processes.comm import Comm
     from reshard_mpi.runs.plan_conversion import Conversion

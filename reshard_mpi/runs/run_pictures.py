@@ -356,7 +356,7 @@ def asked_pictures(path: str | None, tensors: Sequence[str]) -> Asked:
             got=f"{len(tensors)} tensors for {path}",
         )
     if ending == ".png":
-        from reshard_mpi.pictures.rendering import require_matplotlib
+        from reshard_mpi.pictures.scene import require_matplotlib
 
         require_matplotlib()
     most_cuts = _MOST_CUTS if ending == ".html" else 0
@@ -403,7 +403,7 @@ def write_page(path: str, content: bytes) -> None:
 
 def _drawn(path: str, figures: Figures) -> bytes:
     if _ending(path) == ".html":
-        from reshard_mpi.pictures.rendering import page_of
+        from reshard_mpi.pictures.pages import page_of
 
         return page_of(figures).encode()
     from reshard_mpi.pictures.matrix import matrix_scene
@@ -414,7 +414,7 @@ def _drawn(path: str, figures: Figures) -> bytes:
         from reshard_mpi.pictures.scene import svg_of
 
         return svg_of(scene).encode()
-    from reshard_mpi.pictures.rendering import png_of
+    from reshard_mpi.pictures.scene import png_of
 
     return png_of(scene)
 

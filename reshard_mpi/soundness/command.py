@@ -40,7 +40,7 @@ from reshard_mpi.soundness.training_state import StateOfParameters, differing_co
 from reshard_mpi.text import shortened
 
 if TYPE_CHECKING:
-    from reshard_mpi.pictures.norms import TensorNorm
+    from reshard_mpi.pictures.pages import TensorNorm
     from reshard_mpi.quantization.weights import QuantizedWeights
 
 # Errors that say what is wrong with files, and with a checkpoint once these have been found.
@@ -306,7 +306,7 @@ def _of_copies(opened: AuditedCheckpoint, comm: Comm, progress: Progress) -> lis
 
 
 def _norms(contents: Sequence[TensorContent]) -> tuple[TensorNorm, ...]:
-    from reshard_mpi.pictures.norms import TensorNorm
+    from reshard_mpi.pictures.pages import TensorNorm
 
     return tuple(
         TensorNorm(content.name, content.norm, f"{content.dtype} {list(content.shape)}") for content in contents

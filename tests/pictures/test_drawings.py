@@ -17,8 +17,18 @@ from support.examples import few
 from reshard_mpi.errors import UsageError
 from reshard_mpi.pictures.figures import DrawnBlock, DrawnMove, Feed, Figures, Flow, Panel, Shards, TensorCut
 from reshard_mpi.pictures.matrix import matrix_scene
-from reshard_mpi.pictures.rendering import page_of, png_of
-from reshard_mpi.pictures.scene import Scene, TextLine, amount_colour, fitted, on, rank_colours, svg_of, text_width
+from reshard_mpi.pictures.pages import page_of
+from reshard_mpi.pictures.scene import (
+    Scene,
+    TextLine,
+    amount_colour,
+    fitted,
+    on,
+    png_of,
+    rank_colours,
+    svg_of,
+    text_width,
+)
 from reshard_mpi.pictures.tensor_cuts import cut_scene
 from reshard_mpi.sharding.box import Box
 

@@ -14,7 +14,7 @@ from support.command_line import refused, run_here
 from support.whole_checkpoints import save, weights
 
 from reshard_mpi.errors import UsageError
-from reshard_mpi.pictures.norms import Mark, TensorNorm, norms_page
+from reshard_mpi.pictures.pages import Mark, TensorNorm, norms_page
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
 

@@ -1,10 +1,15 @@
-"""Draw the norms of tensors by layer and kind, marked where an audit has found something, as a page (`norms_page`).
+"""Write the HTML page of a plan (`page_of`), and of an audit, with the norms of tensors (`norms_page`).
 
-The page is made as the page of a plan: names are escaped, no script runs but its own, and nothing is loaded.
+Names may hold anything. They get into a page in three ways, each with its own escape: as text of the template and of
+SVG (`html.escape`), and as JSON in which no character has a meaning in HTML. The page's own policy lets no script run
+but its own, told by its digest, and nothing be loaded.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,14 +17,146 @@ from html import escape
 from pathlib import Path
 from statistics import median
 from string import Template
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from reshard_mpi.mapping.tensor_kinds import kin_of, layer_of
-from reshard_mpi.pictures.rendering import digest_of, json_of
-from reshard_mpi.text import counted, natural_key, one_line
+from reshard_mpi.pictures.figures import DrawnMove, Figures, TensorCut, grid_of
+from reshard_mpi.pictures.matrix import matrix_scene
+from reshard_mpi.pictures.scene import svg_of
+from reshard_mpi.pictures.tensor_cuts import cut_scene
+from reshard_mpi.text import counted, format_bytes, natural_key, one_line
 
-_PAGE, _SCRIPT = (Path(__file__).with_name(f"norms.{ending}") for ending in ("html", "js"))
-_STYLES = [Path(__file__).with_name(f"{name}.css") for name in ("page", "norms")]
+_PAGE, _STYLE, _SCRIPT = (Path(__file__).with_name(f"page.{ending}") for ending in ("html", "css", "js"))
+# What a page holds at most: characters of pictures and of names; of one tensor, moves; and feeds.
+_MOST_DRAWN, _MOST_NAMED, _MOST_MOVES, _MOST_FEEDS = 6_000_000, 2_000_000, 200, 20_000
+_MOST_NAME = 400
+
+
+def page_of(figures: Figures) -> str:
+    """Return the page of a plan."""
+    drawn = list(_drawn(figures))
+    cuts = figures.cuts[: len(drawn)]
+    style, script = _STYLE.read_text(encoding="utf-8"), _SCRIPT.read_text(encoding="utf-8")
+    flow = figures.flow
+    planned = f"{len(flow.planned)} of {counted(flow.targets.total, 'target')} planned"
+    return Template(_PAGE.read_text(encoding="utf-8")).substitute(
+        policy=_policy(style, script),
+        style=style,
+        script=script,
+        source=escape(one_line(figures.source)),
+        target=escape(one_line(figures.target)),
+        summary=escape(
+            f"{planned}, {format_bytes(flow.size_bytes)} read of {counted(flow.sources.total, flow.sources.word)}"
+        ),
+        left_out="".join(f"<p>{escape(text)}</p>" for text in _left_out(figures, len(cuts))),
+        matrix=svg_of(matrix_scene(figures)),
+        cuts="".join(f'<template id="cut-{number}">{svg}</template>\n' for number, svg in enumerate(drawn)),
+        data=_json_of(_data(figures, cuts)),
+    )
+
+
+def _drawn(figures: Figures) -> Iterator[str]:
+    room = _MOST_DRAWN
+    for cut in figures.cuts:
+        svg = svg_of(cut_scene(cut, figures))
+        room -= len(svg)
+        if room < 0:
+            return
+        yield svg
+
+
+def _left_out(figures: Figures, cuts: int) -> Iterator[str]:
+    """Yield words on the parts that the page leaves out."""
+    rest = figures.cuts[cuts:]
+    further, tensors = figures.further + len(rest), figures.further_tensors + sum(cut.total for cut in rest)
+    if further:
+        yield (
+            f"{counted(further, 'more kind')} of tensors ({counted(tensors, 'tensor')}) are not in this page:"
+            " --tensor NAME has one drawn."
+        )
+    feeds = len(figures.flow.feeds) - _MOST_FEEDS
+    if feeds > 0:
+        yield f"The smallest {feeds} of {len(figures.flow.feeds)} entries are not in the lists of files."
+
+
+def _data(figures: Figures, cuts: Sequence[TensorCut]) -> dict[str, Any]:
+    flow, grid = figures.flow, grid_of(figures.flow)
+    feeds = sorted(flow.feeds, key=lambda feed: feed.size_bytes, reverse=True)[:_MOST_FEEDS]
+    sources, targets = {feed.source for feed in feeds}, {feed.target for feed in feeds}
+    moves = [move for cut in cuts for move in cut.moves[:_MOST_MOVES]]
+    named = sources | {move.source for move in moves}, targets | {move.target for move in moves}
+    names = _Names()
+    return {
+        "rows": [list(span) for span in grid.rows],
+        "columns": [list(span) for span in grid.columns],
+        "rowNames": [one_line(flow.sources.span(*span)) for span in grid.rows],
+        "columnNames": [one_line(flow.targets.span(*span)) for span in grid.columns],
+        "sourceNames": {number: name for number, name in flow.sources.names.items() if number in named[0]},
+        "targetNames": {number: name for number, name in flow.targets.names.items() if number in named[1]},
+        "sourceFiles": {number: one_line(flow.sources.files.get(number, "")) for number in sources},
+        "targetFiles": {number: one_line(flow.targets.files.get(number, "")) for number in targets},
+        "feeds": [list(feed) for feed in feeds],
+        "cuts": [
+            {
+                "names": names.of(cut),
+                "count": cut.total,
+                "shape": f"{cut.target.dtype} {list(cut.target.shape)}",
+                "moves": [_move(move) for move in cut.moves[:_MOST_MOVES]],
+                "moreMoves": max(0, len(cut.moves) - _MOST_MOVES) + cut.further_moves,
+            }
+            for cut in cuts
+        ],
+    }
+
+
+class _Names:
+    """Takes the names of tensors for a page as long as there is room; of each kind one is always taken."""
+
+    def __init__(self) -> None:
+        self._room = _MOST_NAMED
+
+    def of(self, cut: TensorCut) -> list[str]:
+        names: list[str] = []
+        for name in cut.names:
+            if names and self._room <= 0:
+                break
+            shown = one_line(name)
+            names.append(shown if len(shown) <= _MOST_NAME else f"{shown[:_MOST_NAME]}...")
+            self._room -= len(names[-1])
+        return names
+
+
+def _move(move: DrawnMove) -> list[Any]:
+    made_up = move.source is None
+    return [
+        move.target,
+        str(move.region),
+        move.source,
+        "" if made_up else str(move.source_region),
+        one_line(move.tensor)[:_MOST_NAME],
+        one_line(move.file),
+        move.size_bytes,
+    ]
+
+
+def _json_of(value: object) -> str:
+    """Return JSON that may stand in a script element: nothing in it can end that."""
+    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _policy(style: str, script: str) -> str:
+    """Return the policy of a page: it runs this script, has this style, and loads nothing."""
+    script_digest, style_digest = _digest_of(script), _digest_of(style)
+    return f"default-src 'none'; script-src '{script_digest}'; style-src '{style_digest}'; img-src data:"
+
+
+def _digest_of(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+_NORMS_PAGE, _NORMS_SCRIPT = (Path(__file__).with_name(f"norms.{ending}") for ending in ("html", "js"))
+_NORMS_STYLES = [Path(__file__).with_name(f"{name}.css") for name in ("page", "norms")]
 # What a page holds at most: pictures, points of one of them, rows of findings; and characters of a text.
 _MOST_CHARTS, _MOST_POINTS, _MOST_ROWS, _MOST_TEXT = 150, 400, 1000, 300
 # A picture: its size, and what is free at its edges. Norms further from the middle one lie at an edge.
@@ -70,17 +207,22 @@ def norms_page(path: str, summary: str, norms: Sequence[TensorNorm], marks: Sequ
     drawn = [chart._replace(points=_thinned(chart.points, of_tensor)) for chart in charts[:_MOST_CHARTS]]
     shown = [norm for chart in drawn for _, norm in chart.points]
     number_of = {norm.name: number for number, norm in enumerate(shown)}
-    style, script = "".join(each.read_text(encoding="utf-8") for each in _STYLES), _SCRIPT.read_text(encoding="utf-8")
-    return Template(_PAGE.read_text(encoding="utf-8")).substitute(
-        policy=f"default-src 'none'; script-src '{digest_of(script)}'; style-src '{digest_of(style)}'; img-src data:",
+    style, script = (
+        "".join(each.read_text(encoding="utf-8") for each in _NORMS_STYLES),
+        _NORMS_SCRIPT.read_text(encoding="utf-8"),
+    )
+    return Template(_NORMS_PAGE.read_text(encoding="utf-8")).substitute(
+        policy=_policy(style, script),
         style=style,
         script=script,
         path=_text(path),
         summary=_text(summary),
         findings="".join(_row(mark, number_of) for mark in marks[:_MOST_ROWS]) or "<tr><td>nothing</td></tr>",
-        left_out="".join(f"<p>{escape(text)}</p>" for text in _left_out(charts, len(shown), len(norms), len(marks))),
+        left_out="".join(
+            f"<p>{escape(text)}</p>" for text in _norms_left_out(charts, len(shown), len(norms), len(marks))
+        ),
         charts="".join(_figure(chart, number_of, of_tensor) for chart in drawn),
-        data=json_of(
+        data=_json_of(
             {
                 "names": [_short(norm.name) for norm in shown],
                 "told": [f"norm {norm.norm:.6g}, {one_line(norm.told)}" for norm in shown],
@@ -110,7 +252,7 @@ def _thinned(points: list[tuple[int, TensorNorm]], marked: Mapping[str, object])
     return [point for point in points if point[0] in kept]
 
 
-def _left_out(charts: Sequence[_Chart], shown: int, all_norms: int, marks: int) -> Iterator[str]:
+def _norms_left_out(charts: Sequence[_Chart], shown: int, all_norms: int, marks: int) -> Iterator[str]:
     """Yield words on the parts that the page leaves out."""
     if len(charts) > _MOST_CHARTS:
         yield f"{counted(len(charts) - _MOST_CHARTS, 'more kind')} of tensors are not in this page."
