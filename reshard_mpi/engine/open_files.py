@@ -7,7 +7,7 @@ import mmap
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import cache
 from types import TracebackType
@@ -138,26 +138,24 @@ class Files:
                 self._read_rest(part.path, offset, vector, count)
             offset += length * len(vector)
 
-    def read_each(self, path: str, offset: int, step: int, places: Iterable[memoryview]) -> None:
+    def read_each(self, path: str, offset: int, step: int, places: Sequence[memoryview]) -> None:
         """Fill each place from the file: the first from `offset` on, each next one from `step` bytes further on.
 
         Raises ShardError if the bytes cannot be read.
         """
-        source, read = self._source(path), 0
+        source, length_bytes = self._source(path), sum(map(len, places))
         if source.is_far and self.ahead is None:
-            self._fetch_each(source, offset, step, list(places))
+            self._fetch_each(source, offset, step, places)
             return
-        read_into = source.read_into
         try:
-            for place in places:
-                count = read_into(offset, (place,))
-                read += count
-                if count < len(place):  # interrupted by a signal, or the file ends
-                    self.read_into(ByteRange(path, offset + count, len(place) - count), place[count:])
-                offset += step
+            read = source.read_each(offset, step, places)
         except OSError as error:
             raise unreadable(source.path, error) from error
-        self.traffic.requested_bytes += read
+        if read < length_bytes:  # interrupted by a signal, or the file ends
+            for number, place in enumerate(places):
+                self.read_into(ByteRange(path, offset + number * step, len(place)), place)
+            return
+        self.traffic.requested_bytes += length_bytes
 
     def _fetch_each(self, source: SourceFile, offset: int, step: int, places: Sequence[memoryview]) -> None:
         """Fill places as `read_each` does, from an object; the store is asked for all parts at once."""

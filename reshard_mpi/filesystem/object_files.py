@@ -207,6 +207,9 @@ class ObjectFile(SourceFile):
                 done += len(wanted)
         return done
 
+    def read_each(self, offset: int, step: int, places: Iterable[memoryview]) -> int:
+        return sum(self.read_into(offset + number * step, (place,)) for number, place in enumerate(places))
+
     def _read_part(self, offset: int, buffer: memoryview) -> None:
         """Fill a buffer from blocks that were read ahead, from kept parts, or from the store."""
         while buffer and self._ahead is not None:

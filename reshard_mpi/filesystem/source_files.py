@@ -13,6 +13,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, repeat
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 from reshard_mpi.errors import ShardError
@@ -155,6 +156,14 @@ class SourceFile:
         Raises OSError.
         """
         return os.preadv(self._descriptor, places, offset)
+
+    def read_each(self, offset: int, step: int, places: Iterable[memoryview]) -> int:
+        """Read bytes into each place, the first from byte `offset` on, each next one from `step` bytes further on.
+
+        Returns how many bytes were read, which may be too few for any of the places. Raises OSError.
+        """
+        # Without a line of Python for each: there may be very many.
+        return sum(map(os.preadv, repeat(self._descriptor), zip(places), count(offset, step)))
 
     def map(self, offset: int, length_bytes: int) -> tuple[mmap | memoryview, int]:
         """Map bytes from byte `offset` on; return the map, or what has them already, and where in it they begin.
