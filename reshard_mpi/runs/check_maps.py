@@ -87,6 +87,10 @@ class TensorMap(NamedTuple):
         """Return the same for one of two checkpoints: globs may match tensors of the other one only."""
         return self._replace(choice=self.choice._replace(may_match_none=True))
 
+    def without_choice(self) -> TensorMap:
+        """Return the same without a selection, for what is chosen later."""
+        return self._replace(choice=self.choice._replace(include=None, exclude=()))
+
     def choice_alone(self) -> TensorMap:
         """Return the selection alone, for a checkpoint that already is in the map's result form."""
         return self._replace(rules=(), forward=None, like=None, choice=self.choice._replace(types=()), digests={})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard_mpi import formats
@@ -32,7 +32,7 @@ from reshard_mpi.planning.source_flaws import TEXT, UnusableShard, difference_me
 from reshard_mpi.planning.strategy_check import drift_warning
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.maps_and_packing import as_read_from
+from reshard_mpi.runs.maps_and_packing import both_through_map, readings_of_two
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt, raise_first_failure
 from reshard_mpi.runs.plan_conversion import LIMITS, Conversion
 from reshard_mpi.runs.process_memory import RunMemory, Workload
@@ -52,11 +52,12 @@ _MAX_DESCRIBED = 20
 
 
 class DiffSide(NamedTuple):
-    """One of the two checkpoints: its path as the user named it, and the plan of all that it holds."""
+    """One of the two checkpoints."""
 
-    path: str
+    path: str  # as the user named it
     source: SourceCheckpoint
-    plan: RankPlan
+    plan: RankPlan  # of all that it holds
+    has_values: bool  # whether what it has beside its tensors can be compared
 
 
 def diff(request: Request, comm: Comm, progress: Progress, memory: RunMemory, strategies: Strategies | None) -> Outcome:
@@ -152,8 +153,9 @@ def _planned(
     given = None if request.dst_strategy is None else read.target
     sources = open_source(first_files, read.source), open_source(second_files, given)
     policy = Policy(replicas=request.replicas, accumulated=request.accumulated)
-    as_they_are = (Conversion(source, unsharded(), policy) for source in sources)
-    conversions, require_some = _both_through_map(request, *as_they_are)
+    as_they_are = Conversion(sources[0], unsharded(), policy), Conversion(sources[1], unsharded(), policy)
+    readings = readings_of_two(*sources)
+    conversions, require_some = both_through_map(request, *as_they_are, readings)
     memory.on_memory_released(*(conversion.forget for conversion in conversions))
     peak_bytes, plans = MEASURING_BYTES if in_numbers else 0, list[RankPlan]()
     warnings, notes_on_ranks = list[str](), list[str]()
@@ -192,9 +194,11 @@ def _planned(
         *first_files.notes,
         *second_files.notes,
         *governor.notes,
-        *(() if in_numbers else _other_texts(*plans)),
+        *(_other_values(*(source.files.format for source in sources)) if any(readings) else ()),
+        *(() if in_numbers or any(readings) else _other_texts(*plans)),
     )
-    first, second = map(DiffSide, (request.source, request.target), sources, plans)
+    paths = request.source, request.target
+    first, second = (DiffSide(*each, not any(readings)) for each in zip(paths, sources, plans))
     warnings += [
         *(text for source in sources for text in source.files.warnings),
         *plans[0].warnings,
@@ -213,6 +217,13 @@ def _names(conversions: Sequence[Conversion], plans: Sequence[RankPlan]) -> list
     """Return the names of all tensors of both, taken or not."""
     left_out = (name for each in conversions if each.view is not None for name in each.view.left_out)
     return list(dict.fromkeys((*(spec.name for plan in plans for spec in plan.tensors.specs), *left_out)))
+
+
+def _other_values(*format_names: str) -> Iterator[str]:
+    """Yield a note on each format that has values beside the tensors in a form of its own."""
+    for name in format_names:
+        if formats.info(name).packs:
+            yield f"values beside the tensors are not compared: a {formats.title(name)} has some of its own"
 
 
 def _other_texts(first: RankPlan, second: RankPlan) -> Iterator[str]:
@@ -300,39 +311,6 @@ def _described(spec: TensorSpec) -> str:
     return f"{spec.dtype.name} of shape {list(spec.global_shape)}"
 
 
-def _both_through_map(
-    request: Request, first: Conversion, second: Conversion
-) -> tuple[tuple[Conversion, Conversion], Callable[[Collection[str]], None]]:
-    """Return the conversions of two checkpoints to compare: the first through the map, both with the selection.
-
-    Of a format that packs and another one, the other is taken as what it would be read as from the first.
-
-    Also returns a function that takes the names of both and raises MapError if a glob matches none, or nothing is left.
-    """
-    readings = [
-        None if formats.info(own.source.files.format).packs else as_read_from(other.source.files.format)
-        for own, other in ((first, second), (second, first))
-    ]
-    if not request.is_mapped and not any(readings):
-        return (first, second), lambda _: None
-    from reshard_mpi.mapping.selection import require_any
-    from reshard_mpi.runs.check_maps import TensorMap
-    from reshard_mpi.runs.mapped_source import conversion_through
-
-    tensor_map = TensorMap.read(request)
-    of_both = tensor_map.of_two_checkpoints()
-    if request.is_mapped or readings[0]:
-        first = conversion_through(of_both, first, readings[0])
-    if request.include or request.exclude or readings[1]:
-        second = conversion_through(of_both.choice_alone(), second, readings[1])
-
-    def require_some(names: Collection[str]) -> None:
-        if request.is_mapped:
-            require_any(tensor_map.choice, names)
-
-    return (first, second), require_some
-
-
 def diff_values(
     request: Request, comm: Comm, progress: Progress, memory: RunMemory, strategies: Strategies | None
 ) -> Outcome:
@@ -364,7 +342,7 @@ def diff_values(
             for name in dict.fromkeys((*own, *others)):
                 if name not in compared:
                     tensors.append(TensorComparison(name, _type_of(own.get(name)), _type_of(others.get(name)), None))
-            values = [*_differing_values(first.plan, second.plan, tolerance)]
+            values = [*_differing_values(first.plan, second.plan, tolerance)] if first.has_values else ()
             left_out = [what for side in (first, second) for what in side.plan.left_out]
         found = ValueComparison(tuple(tensors), tuple(values), tuple(left_out))
         checked = Checked(0, second.path, len(mine), own_bytes, ("the other",))

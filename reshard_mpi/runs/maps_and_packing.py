@@ -1,11 +1,11 @@
-"""Choose how targets are made of a source besides cutting: maps (`apply_map`), and packing (`packing_of`).
+"""Choose how targets are made of a source besides cutting: by maps (`apply_map`) and by packing (`packing_of`).
 
 All modules that read and apply maps are loaded only where there is a map, or something packs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,15 +15,17 @@ from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import UsageError
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest.nodes import is_whole_training
-from reshard_mpi.formats.protocol import PackingOptions
+from reshard_mpi.formats.protocol import Packed, PackingOptions, Part
 from reshard_mpi.options import OPTIONS
 from reshard_mpi.runs.request import Request
+from reshard_mpi.sharding.box import Box
 
 if TYPE_CHECKING:
     from reshard_mpi.formats.dtypes import DType
-    from reshard_mpi.formats.protocol import Packed
     from reshard_mpi.formats.tensor_table import TensorType
     from reshard_mpi.journal.run_records import RunIdentity
+    from reshard_mpi.mapping.selection import Selection
+    from reshard_mpi.runs.check_maps import TensorMap
     from reshard_mpi.runs.plan_conversion import Conversion
 
 
@@ -120,6 +122,70 @@ def apply_map(
 
     tensor_map = TensorMap.read(request)
     return conversion_through(tensor_map, conversion, packing), tensor_map.digests
+
+
+def readings_of_two(first: SourceCheckpoint, second: SourceCheckpoint) -> tuple[Packing | None, Packing | None]:
+    """Return the steps that make two checkpoints alike: of a format that packs, the other is taken as read from it."""
+    of_first, of_second = first.files.format, second.files.format
+    return (
+        None if formats.info(of_first).packs else as_read_from(of_second),
+        None if formats.info(of_second).packs else as_read_from(of_first),
+    )
+
+
+def both_through_map(
+    request: Request, first: Conversion, second: Conversion, readings: tuple[Packing | None, Packing | None]
+) -> tuple[tuple[Conversion, Conversion], Callable[[Collection[str]], None]]:
+    """Return the conversions of two checkpoints to compare: the first through the map, both with the selection.
+
+    Also returns a function that takes the names of both and raises MapError if a glob matches none, or nothing is left.
+
+    Args:
+        readings: of each, as of `readings_of_two`.
+    """
+    if not request.is_mapped and not any(readings):
+        return (first, second), lambda _: None
+    from reshard_mpi.mapping.selection import require_any
+    from reshard_mpi.runs.check_maps import TensorMap
+    from reshard_mpi.runs.mapped_source import conversion_through
+
+    tensor_map = TensorMap.read(request)
+    of_both = tensor_map.of_two_checkpoints()
+
+    def through(own: TensorMap, conversion: Conversion, reading: Packing | None) -> Conversion:
+        if reading is None:
+            return conversion_through(own, conversion)
+        return conversion_through(own.without_choice(), conversion, _chosen(reading, own.choice))
+
+    if request.is_mapped or readings[0]:
+        first = through(of_both, first, readings[0])
+    if request.include or request.exclude or readings[1]:
+        second = through(of_both.choice_alone(), second, readings[1])
+
+    def require_some(names: Collection[str]) -> None:
+        if request.is_mapped:
+            require_any(tensor_map.choice, names)
+
+    return (first, second), require_some
+
+
+def _chosen(reading: Packing, choice: Selection) -> Packing:
+    """Return the step that makes a checkpoint as it is read, and then takes what is chosen of that."""
+    from reshard_mpi.mapping.selection import is_chosen
+
+    if not choice.leaves_out:
+        return reading
+
+    def pack(
+        tensors: Mapping[str, TensorType], strings: Mapping[str, str], own_types: Mapping[str, DType]
+    ) -> Packed | None:
+        whole = [Part(name, name, Box.whole(kind.shape)) for name, kind in tensors.items()]
+        read = reading.pack(tensors, strings, own_types) or Packed("", [whole], strings)
+        chosen = [part for part in read.files[0] if is_chosen(choice, part.name)]
+        taken = {part.source for part in chosen}
+        return read._replace(files=[chosen], left_out=tuple(name for name in tensors if name not in taken))
+
+    return Packing(pack, by_file=False)
 
 
 def require_target_options(request: Request, format_name: str, most_targets: int) -> None:
