@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.processes import comm, leases
 from reshard_mpi.processes.governor import Allowance, Lease, open_governor
-from reshard_mpi.processes.leases import BASE_BYTES, Start
+from reshard_mpi.processes.leases import BASE_BYTES, MPI_BYTES, Start
 from reshard_mpi.processes.signals import INTERRUPTED, Terminated, exit_when_terminated, ignore_stops, stopped_by
 from reshard_mpi.text import one_line
 
@@ -23,8 +23,6 @@ _MAX_QUOTED = 120
 # No number that a process passes on to the one that takes its place is larger: places in line are nanoseconds since the
 # host has started.
 _MOST = 1 << 62
-# The memory of MPI, as measured with MPICH and Open MPI.
-_MPI_BYTES = 18 << 20
 
 
 def take_first_lease() -> None:
@@ -78,7 +76,7 @@ def begin(arguments: Sequence[str]) -> None:
     try:
         if comm.launched_size(os.environ) > 1:
             # All ranks of a job are there already, and MPI goes on only with all of them: none can wait.
-            leases.started(Start(os.getpid(), governor, governor.register(BASE_BYTES + _MPI_BYTES, purpose), None))
+            leases.started(Start(os.getpid(), governor, governor.register(BASE_BYTES + MPI_BYTES, purpose), None))
             return
         lease = governor.take(size_bytes, purpose, say, numbers=earlier.numbers)
     except ReshardError:

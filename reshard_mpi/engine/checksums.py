@@ -306,24 +306,8 @@ def _divided(entry: TensorEntry, first: int, last: int, shown: Sequence[Span]) -
     yield first, last, False
 
 
-def sum_tensors(
-    tensors: Iterable[TensorSpec], shard: Manifest, *, limits: Limits, on_bytes: OnBytes
-) -> Iterator[Summed]:
-    """Yield the sums of `tensors` by the shard that holds them. Raises ShardError if it cannot be read.
-
-    Args:
-        on_bytes: called with the number of bytes just summed.
-    """
-    buffer = memoryview(bytearray(limits.buffer_bytes))
-    with Files() as files:
-        for spec in tensors:
-            blocks = spec.box.blocks(max(1, len(buffer) // spec.dtype.itemsize_bytes))
-            own = held_tensor(spec, shard).copies
-            yield Summed(spec, None, _sum(files, spec, own, blocks, buffer, limits, on_bytes))
-
-
-def sum_sources(tensors: Iterable[TensorPlan], *, limits: Limits, on_bytes: OnBytes) -> Iterator[Summed]:
-    """Yield the sums of planned tensors by their sources. Raises ShardError if one cannot be read.
+def sum_tensors(tensors: Iterable[TensorPlan], *, limits: Limits, on_bytes: OnBytes) -> Iterator[Summed]:
+    """Yield the sums of planned tensors. Raises ShardError if a file cannot be read.
 
     Args:
         on_bytes: called with the number of bytes just summed.

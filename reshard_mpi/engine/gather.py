@@ -1,4 +1,4 @@
-"""Bring a region of a source tensor into a numpy array (`gather`).
+"""Read regions into numpy arrays: run by run, from mapped windows, or decoded and converted (`gather`).
 
 What a library decodes, or what is converted to another type or joined, is read a part at a time and then put in its
 place.

@@ -1,4 +1,4 @@
-"""Read regions of source tensors into buffers (`fill`); numpy is loaded only to gather many runs."""
+"""Read regions of source tensors into buffers (`fill`): few runs here, many by way of `engine/gather` and numpy."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint
-from reshard_mpi.engine.checksums import Shown, Span, sum_of_whole, sum_shard, sum_sources, sum_tensors, takes_numpy
+from reshard_mpi.engine.checksums import Shown, Span, sum_of_whole, sum_shard, sum_tensors, takes_numpy
 from reshard_mpi.engine.first_difference import where_it_differs
 from reshard_mpi.engine.open_files import OnBytes
 from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, ShardError, as_reshard_error
@@ -131,7 +131,8 @@ def check_shard(
         tensors += len(shard.tensors if has_crc else specs)
         read_bytes += size_bytes if has_crc else summed_bytes
         counter = counter if has_crc else SliceCounter(progress.moved, size_bytes, summed_bytes)
-        for summed in sum_tensors(specs, shard, limits=limits, on_bytes=counter.add):
+        held = (held_tensor(spec, shard) for spec in specs)
+        for summed in sum_tensors(held, limits=limits, on_bytes=counter.add):
             name = summed.tensor.name
             sums.append(tensor_sum(summed.tensor, summed.found, loose=placed[summed.tensor]))
             written = {stored[name]} if name in stored else set()
@@ -424,7 +425,7 @@ def require_as_committed(
     record: CommitRecord, tensors: list[TensorPlan], source: str, limits: Limits, on_bytes: OnBytes
 ) -> None:
     """Raise ShardError for the first of these tensors of a source whose sum is not that in its commit record."""
-    for summed in sum_sources(tensors, limits=limits, on_bytes=on_bytes):
+    for summed in sum_tensors(tensors, limits=limits, on_bytes=on_bytes):
         spec, expected = summed.tensor, record.sums[summed.tensor.name]
         got = f"{sum_of_whole([summed.found], spec.size_bytes):08x}"
         if got != expected:

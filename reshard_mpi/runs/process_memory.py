@@ -21,7 +21,7 @@ from reshard_mpi.formats.tensor_table import KEPT_OFFSET_BYTES, KEPT_TENSOR_BYTE
 from reshard_mpi.planning.rank_plan import Group, RankPlan, TensorPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor import Allowance, Governor
-from reshard_mpi.processes.leases import WORKER_BYTES, ProcessLease
+from reshard_mpi.processes.leases import MPI_BYTES, WORKER_BYTES, ProcessLease
 from reshard_mpi.runs.plan_conversion import LIMITS, Conversion
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.sharding.box import Box
@@ -32,10 +32,9 @@ if TYPE_CHECKING:
     from reshard_mpi.runs.check_sums import Summing
     from reshard_mpi.runs.request import Request, Strategies
 
-# An interpreter with the modules that plan and move bytes, and a thread; what numpy adds, and what MPI adds.
+# An interpreter with the modules that plan and move bytes, and a thread, but without the command line; what numpy adds.
 INTERPRETER_BYTES = 28 * MIB
 _NUMPY_BYTES = 15 * MIB
-_MPI_BYTES = 18 * MIB
 # The client for object storage, its connections, and parts of the structure of files that are kept.
 _STORE_BYTES = 44 * MIB
 # How many bytes parsing a strategy file takes at most for each of its bytes.
@@ -271,7 +270,7 @@ def _is_in_short_runs(tensor: TensorPlan) -> bool:
 
 def _loaded_bytes() -> int:
     """Return the bytes of libraries that this process has loaded besides this program."""
-    bytes_of = {"mpi4py.MPI": _MPI_BYTES, "botocore": _STORE_BYTES}
+    bytes_of = {"mpi4py.MPI": MPI_BYTES, "botocore": _STORE_BYTES}
     return sum(size_bytes for library, size_bytes in bytes_of.items() if library in sys.modules)
 
 

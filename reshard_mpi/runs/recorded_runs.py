@@ -229,7 +229,7 @@ class _FileSums:
 
 
 class RecordedSums:
-    """The sums that records have of the tensors in source shards. Records are read when they are needed."""
+    """The sums that records have of tensors in the shards of a source in an object store, read when they are needed."""
 
     def __init__(self, files: ShardFiles) -> None:
         self._files = files

@@ -1,4 +1,4 @@
-"""Check the places of targets: against the source, files that lie there, limits of names, and for room on disk."""
+"""Check the places of targets: against the source, other checkpoints there, limits of names, and room on disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import pointers_in
@@ -20,9 +20,6 @@ from reshard_mpi.filesystem.paths import absolute_path, is_object_path, rank_of_
 from reshard_mpi.filesystem.source_files import exists, is_folder, names
 from reshard_mpi.formats.manifest import ShardSpec
 from reshard_mpi.text import format_bytes
-
-if TYPE_CHECKING:
-    pass
 
 _OUTSIDE = "choose a target outside the source; a source is never written to"
 # To share blocks of two files (`struct file_clone_range`): the source's descriptor, its offset, a length, an offset.

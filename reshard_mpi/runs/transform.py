@@ -92,9 +92,9 @@ def convert(
 def checked_plans(
     make: Callable[[Mapping[int, ReshardError]], TargetPlans], comm: Comm, memory: RunMemory, progress: Progress
 ) -> tuple[TargetPlans, PlanReport]:
-    """Return this process's plans, and what all processes say about theirs.
+    """Plan, and under --verify check the source, until no shard is lost (steps 1 and 2).
 
-    If the targets will be verified, they are planned only from shards that fit their own checksums: one that does not
+    Returns this process's plans, and what all processes say about theirs. If the targets will be verified, they are planned only from shards that fit their own checksums: one that does not
     is lost, and all is planned again without it. Shards in an object store whose tensors are all taken as they are
     need not be read for that: the store tells the sums of what it copies, and these are compared then.
 
@@ -202,7 +202,7 @@ def _check_sources(
 def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress) -> None:
     """Check this process's share of the source's whole tensors against the sums in their commit (step 2).
 
-    Nothing is read if each shard has a record with sums, by which it has been checked. Raises DamageError.
+    Nothing is read if each shard has a record with sums, by which it has been checked. Raises ShardError.
     """
     from reshard_mpi.journal.record_finder import damage_of_index, folder_of_records
     from reshard_mpi.runs.check_sums import committed_tensors, require_as_committed
