@@ -88,7 +88,7 @@ class TensorMap(NamedTuple):
         return self._replace(choice=self.choice._replace(may_match_none=True))
 
     def without_choice(self) -> TensorMap:
-        """Return the same without a selection, for what is chosen later."""
+        """Return the same without a selection, which is made later."""
         return self._replace(choice=self.choice._replace(include=None, exclude=()))
 
     def choice_alone(self) -> TensorMap:

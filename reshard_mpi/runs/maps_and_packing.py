@@ -170,7 +170,7 @@ def both_through_map(
 
 
 def _chosen(reading: Packing, choice: Selection) -> Packing:
-    """Return the step that makes a checkpoint as it is read, and then takes what is chosen of that."""
+    """Return the step that makes a checkpoint as it is read, and then takes the chosen tensors of that."""
     from reshard_mpi.mapping.selection import is_chosen
 
     if not choice.leaves_out:

@@ -94,9 +94,10 @@ def checked_plans(
 ) -> tuple[TargetPlans, PlanReport]:
     """Plan, and under --verify check the source, until no shard is lost (steps 1 and 2).
 
-    Returns this process's plans, and what all processes say about theirs. If the targets will be verified, they are planned only from shards that fit their own checksums: one that does not
-    is lost, and all is planned again without it. Shards in an object store whose tensors are all taken as they are
-    need not be read for that: the store tells the sums of what it copies, and these are compared then.
+    Returns this process's plans, and what all processes say about theirs. If the targets will be verified, they are
+    planned only from shards that fit their own checksums: one that does not is lost, and all is planned again without
+    it. Shards in an object store whose tensors are all taken as they are need not be read for that: the store tells the
+    sums of what it copies, and these are compared then.
 
     Args:
         make: plans this process's targets, given what is known to be wrong with source shards.
