@@ -296,7 +296,7 @@ class ObjectJournal(Journal):
         self._require_begun()
         if not self._overwrite:
             if is_taken(path):
-                self._require_known(target_rank, path)
+                self._require_recorded(target_rank, path)
             self._require_own_index()
         uncommit(ObjectFolder.open(self.folder), self._index_files)
         was_there = is_taken(path)
@@ -366,7 +366,7 @@ class ObjectJournal(Journal):
         TargetRecord(RecordHead(*own, sample=sample, tag=state.inode), evidence, sums, besides).publish(folder)
         folder.remove(upload_path(self._state, target_rank).name)
 
-    def _require_known(self, target_rank: int, path: Path) -> None:
+    def _require_recorded(self, target_rank: int, path: Path) -> None:
         said = object_folders.metadata_of(ObjectPlace.of(path))
         if said.get(_RUN) != self.identity.digest:  # else its writer has died before it was recorded
             require_own_target(ObjectFolder(self._state), self.folder, target_rank, path)

@@ -166,7 +166,7 @@ class Journal:
         file = path.relative_to(self.folder).as_posix()
         complete = record is not None and is_in_place(self.folder, self.identity, target_rank, file)
         if not complete:
-            self._require_known(target_rank, path)
+            self._require_recorded(target_rank, path)
         if self._resume:
             if complete and record is not None:
                 problem = f"target rank {target_rank} was made from sources that have changed since"
@@ -185,7 +185,7 @@ class Journal:
         """Raise TargetError if no file can take the name of a target."""
         require_place(self.folder, path)
 
-    def _require_known(self, target_rank: int, path: Path) -> None:
+    def _require_recorded(self, target_rank: int, path: Path) -> None:
         """Raise TargetError if the file in a target's place is nobody's that the records know."""
         with opened_inner(self.folder, STATE) as state:
             require_own_target(state, self.folder, target_rank, path)
@@ -256,7 +256,7 @@ class Journal:
             target_folder(folder, path) as inner,
         ):
             self._require_begun()
-            self._require_own(state, target_rank, path)
+            self._require_still_own(state, target_rank, path)
             if not self._overwrite:
                 self._require_own_index()
             uncommit(folder, self._index_files)
@@ -293,7 +293,7 @@ class Journal:
     ) -> None:
         """Record that the target is complete as soon as the file that was `written` takes its name."""
         evidence.require_sources_unchanged(target_rank)
-        self._require_own(state, target_rank, path)
+        self._require_still_own(state, target_rank, path)
         self._require_begun()
         version, file = written.version, path.relative_to(self.folder).as_posix()
         own = self.identity.digest, target_rank, file, version.size_bytes, version.modified_ns
@@ -314,7 +314,7 @@ class Journal:
         if any(is_taken(self.folder / name) for name in (COMMIT_RECORD, *self._index_files)):
             require_own_index(self.folder, self.identity, self._is_begun)
 
-    def _require_own(self, state: Folder, target_rank: int, path: Path) -> None:
+    def _require_still_own(self, state: Folder, target_rank: int, path: Path) -> None:
         """Raise TargetError, without --overwrite, if somebody has saved a file in a target's place since `is_done`."""
         if not self._overwrite and is_taken(path):
             require_own_target(state, self.folder, target_rank, path)

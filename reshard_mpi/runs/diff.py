@@ -177,7 +177,7 @@ def _planned(
     view = conversions[0].view
     if view is not None and comm.rank == 0:
         view.check_values()
-    while not memory.reserve_for_copying(peak_bytes, purpose):
+    while not memory.reserve_peak(peak_bytes, purpose):
         plans = [conversion.plan(0, checked=False) for conversion in conversions]
     of_map = plans[0].notes if view is not None else ()
     notes_on_gradients = (

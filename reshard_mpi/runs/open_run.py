@@ -203,7 +203,7 @@ def open_run(
     is_sampled = request.part is not None or traits.split_by_size or traits.packs
     if not is_sampled:
         ranks = request.rank if request.rank is not None else range(read.target.world_size)
-        _refuse_overlap(request, shards, name, ranks, read.target)
+        _require_possible_places(request, shards, name, ranks, read.target)
     memory.reserve_for_reading(request, strategies, purpose, shards.format)
     source = open_source(shards, read.source, known_damage)
     source_commit = _source_commit(source) if request.verify else None
@@ -240,7 +240,7 @@ def open_run(
         conversion = conversion.changed(target=read.target)
     targets = chosen_targets(request, conversion)
     if is_sampled:
-        _refuse_overlap(request, shards, name, targets, read.target)
+        _require_possible_places(request, shards, name, targets, read.target)
     _require_writable(request, name)
     memory.on_memory_released(conversion.forget)
     most_planned = len(targets) if most_planned is None else most_planned
@@ -316,7 +316,7 @@ def _target_format(request: Request, source_format: str) -> str:
     return name
 
 
-def _refuse_overlap(
+def _require_possible_places(
     request: Request, files: shard_files.ShardFiles, format_name: str, ranks: Sequence[int], target: Strategy
 ) -> None:
     """Raise TargetError if targets overlap with the source, UsageError if they are too many to be checked.

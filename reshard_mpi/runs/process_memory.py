@@ -333,21 +333,21 @@ class RunMemory:
             strategies: those of the request, if they have been read already.
         """
         to_read = (request.src_strategy, request.dst_strategy) if strategies is None else ()
-        self.reserve_for_copying(opening_bytes(to_read, *source_formats), purpose)
+        self.reserve_peak(opening_bytes(to_read, *source_formats), purpose)
 
     def reserve_for_checking(self, source_format: str, purpose: str, summing: Summing) -> None:
         """Wait for the memory to check a shard against its own sums, beside what was planned."""
-        self.reserve_for_copying(max(self.projection.gathering_bytes, checking_bytes(source_format, summing)), purpose)
+        self.reserve_peak(max(self.projection.gathering_bytes, checking_bytes(source_format, summing)), purpose)
 
     def reserve_for_planning(self, work: Workload, purpose: str) -> Projection:
         """Wait for the memory to read the shards of a conversion and to plan its targets; return the projection."""
         conversion = work.conversion
         if conversion.view is not None:  # what the map makes tells how much memory planning takes
-            self.reserve_for_copying(Projection.of(work).planning_bytes, purpose)
+            self.reserve_peak(Projection.of(work).planning_bytes, purpose)
             conversion.view.manifest(0)
         self._projection = Projection.of(work)
-        self.reserve_for_copying(self._projection.planning_bytes, purpose)
-        conversion.before_gathering = partial(self.reserve_for_copying, self._projection.gathering_bytes, purpose)
+        self.reserve_peak(self._projection.planning_bytes, purpose)
+        conversion.before_gathering = partial(self.reserve_peak, self._projection.gathering_bytes, purpose)
         return self._projection
 
     @property
@@ -364,8 +364,8 @@ class RunMemory:
             self.open().require_possible(peak_bytes, INTERPRETER_BYTES)
         return peak_bytes
 
-    def reserve_for_copying(self, peak_bytes: int, purpose: str) -> bool:
-        """Wait for `peak_bytes` of memory in all, to move or compare bytes; tell whether plans have not been freed."""
+    def reserve_peak(self, peak_bytes: int, purpose: str) -> bool:
+        """Wait for `peak_bytes` of memory in all; tell whether plans have not been freed meanwhile."""
         self.open()
         assert self._lease is not None
         is_kept = self._lease.need(peak_bytes + self._progress.display.memory_bytes, purpose)
@@ -394,7 +394,7 @@ class RunMemory:
         assert self._lease is not None
         room_bytes = governor.ceiling_bytes - INTERPRETER_BYTES - _WORK_BYTES
         size = max(1, min(jobs, room_bytes // (WORKER_BYTES + parameters * _PLANNED_BYTES)))
-        self.reserve_for_copying(INTERPRETER_BYTES + size * WORKER_BYTES, "starting workers")
+        self.reserve_peak(INTERPRETER_BYTES + size * WORKER_BYTES, "starting workers")
         self._lease.be_floor()
         return size
 

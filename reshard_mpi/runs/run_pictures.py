@@ -87,7 +87,7 @@ def planned_figures(request: Request, comm: Comm, asked: Asked, progress: Progre
 def _figures(request: Request, asked: Asked, memory: RunMemory, progress: Progress) -> tuple[Figures, Outcome]:
     progress.begin(ProgressStage("planning"))
     run = open_for_planning(request, memory, most_planned=2 * MOST_PLANNED)
-    memory.reserve_for_copying(memory.projection.planning_bytes + asked.drawing_bytes, f"a picture of {request.target}")
+    memory.reserve_peak(memory.projection.planning_bytes + asked.drawing_bytes, f"a picture of {request.target}")
     conversion = run.conversion
     targets = conversion.target.world_size
     most = most_planned(conversion.planned_source.extent.tensors)

@@ -296,7 +296,7 @@ class Writer:
             together: all targets that are written side by side with it, and the target itself; none: it alone.
         """
         purpose = f"target rank {rank} of {self._run.request.target}"
-        self._memory.reserve_for_copying(self._plans.peak_bytes_of(together or (rank,)), purpose)
+        self._memory.reserve_peak(self._plans.peak_bytes_of(together or (rank,)), purpose)
         return self._plans.plan(rank), self._memory.take_waited_seconds()
 
     def attempt(self, rank: int, do: Callable[[int], T]) -> T | Outcome:

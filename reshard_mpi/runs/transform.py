@@ -6,7 +6,7 @@ return. Nothing is written before step 4.
 
 1. `checked_plans`: each process opens the run and plans its targets (`runs/target_plans`); all check that they agree.
 2. In it, with --verify: read the source's sums. A damaged shard is lost, and all is planned once more without it.
-3. `compare_replicas`: compare replicas that must be the same, a sample, which shows if the strategy fits, and what a
+3. `compare_sources`: compare replicas that must be the same, a sample, which shows if the strategy fits, and what a
    format that packs must find the same.
 4. `_begin`: make the target folder ready.
 5. `write_targets`: write this process's targets. A target that fails does not stop the others.
@@ -71,7 +71,7 @@ def convert(
     """
     make = partial(TargetPlans.make, request, comm, strategies, memory, progress)
     plans, planned = checked_plans(make, comm, memory, progress)
-    outcome = compare_replicas(plans, planned, comm, memory, progress)
+    outcome = compare_sources(plans, planned, comm, memory, progress)
     together(comm, partial(_begin, plans, comm, memory, progress))
     if comm.rank == 0:  # not earlier, since a process alone may have started over until now
         progress.display.reading(plans.run.conversion.source.summary_text)
@@ -218,11 +218,11 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
     mine = needed[comm.rank :: comm.size]
     size_bytes, own_bytes = (sum(tensor.spec.size_bytes for tensor in of) for of in (needed, mine))
     progress.begin(ProgressStage("checking sources", size_bytes), own_bytes)
-    memory.reserve_for_copying(memory.projection.gathering_bytes, f"checking {path}")
+    memory.reserve_peak(memory.projection.gathering_bytes, f"checking {path}")
     require_as_committed(record, mine, path, plans.run.conversion.limits, progress.moved)
 
 
-def compare_replicas(
+def compare_sources(
     plans: TargetPlans, planned: PlanReport, comm: Comm, memory: RunMemory, progress: Progress
 ) -> Outcome:
     """Compare replicas that must be the same; return the outcome of planning with what that shows (step 3)."""
@@ -256,7 +256,7 @@ def _compare(
         Workload(conversion, run.format, len(run.targets), request.verify, is_streamed=run.is_streamed), purpose
     )
     if mine:
-        memory.reserve_for_copying(projection.base_bytes + comparing_bytes(conversion.limits), purpose)
+        memory.reserve_peak(projection.base_bytes + comparing_bytes(conversion.limits), purpose)
         counted = SliceCounter(progress.moved, sum(alike.size_bytes for alike in mine))
         lost = compare(conversion.source, mine, conversion.limits, counted.add)
         counted.end()
@@ -277,7 +277,7 @@ def _compare_parts(
 
     def compare_own() -> None:
         if own_bytes:
-            memory.reserve_for_copying(memory.projection.gathering_bytes, f"comparing in {plans.run.request.source}")
+            memory.reserve_peak(memory.projection.gathering_bytes, f"comparing in {plans.run.request.source}")
         counted = SliceCounter(progress.moved, own_bytes)
         view.require_same_parts(files, limits, counted.add)
         counted.end()
@@ -291,7 +291,7 @@ def _begin(plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress
         return
     # A process alone asks for all that it will need: once something is written it cannot start over.
     if comm.size == 1:
-        memory.reserve_for_copying(max(plans.peak_bytes.values()), f"targets of {plans.run.request.target}")
+        memory.reserve_peak(max(plans.peak_bytes.values()), f"targets of {plans.run.request.target}")
     memory.forbid_starting_over()
     plans.journal.begin(progress.display.say)
     if plans.run.shared_index is not None:

@@ -98,7 +98,7 @@ class _ComparedCheckpoints(NamedTuple):
                 remedy="run the transform that made the others once more, with --resume",
             )
         peak_bytes = memory.require_possible(plan)
-        while not memory.reserve_for_copying(peak_bytes, purpose):
+        while not memory.reserve_peak(peak_bytes, purpose):
             plan = conversion.plan(rank, checked=False)
         shard = target.manifest(rank)
         _require_same_tensors(plan, shard)
@@ -291,7 +291,7 @@ def verify_by_sums(
 
     def check(rank: int, _: int) -> Outcome:
         def before_sums(summing: Summing) -> None:
-            memory.reserve_for_copying(checking_bytes(files.format, summing), f"rank {rank} of {request.source}")
+            memory.reserve_peak(checking_bytes(files.format, summing), f"rank {rank} of {request.source}")
 
         before_sums(_BEFORE_LOCATING)
         checked, damage = check_shard(files, rank, LIMITS, before_sums, progress)

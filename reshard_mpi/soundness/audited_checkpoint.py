@@ -158,7 +158,7 @@ def open_audited(
     found = difference_messages((*drift.unlisted, *differing), files.path)
     peak_bytes = memory.require_possible(plan) + (comparing_bytes(LIMITS) if plan.alike else 0)
     peak_bytes += _NUMPY_BYTES + _BUFFER_BYTES + _CONTENT_BYTES * len(plan.tensors)
-    while not memory.reserve_for_copying(peak_bytes, purpose):
+    while not memory.reserve_peak(peak_bytes, purpose):
         plan = conversion.plan(0, checked=False)
     outcome = Outcome(
         notes=tuple(dict.fromkeys((*plan.notes, *found.notes, *files.notes, *governor.notes))),
