@@ -420,6 +420,7 @@ def _as_text(
             "file": record.file,
             "size_bytes": record.head.size_bytes,
             "read_ranks": record.evidence.read_ranks,
+            **({"besides": record.besides} if record.besides and not record.sums else {}),
         }
         for record in records
     )

@@ -210,19 +210,24 @@ def _of_several_runs(expected: str, got: str, where: str) -> DisagreementError:
     )
 
 
-def damage_besides(path: str, tensors: TensorTable, record: TargetRecord | None) -> Iterator[DamageError]:
-    """Yield the damage of a file's bytes besides its tensors, if its record has a digest of them."""
-    if record is None or not record.besides:
+def damage_besides(path: str, tensors: TensorTable, digest: str, whose: str = "its record") -> Iterator[DamageError]:
+    """Yield the damage of a file's bytes besides its tensors.
+
+    Args:
+        digest: of these bytes; empty if it is not known.
+        whose: what has the digest.
+    """
+    if not digest:
         return
     with opened(path) as file:
         try:
-            is_same = digest_besides(file, tensors.payload_spans()) == record.besides
+            is_same = digest_besides(file, tensors.payload_spans()) == digest
         except FileCutShortError:
             is_same = False
     if not is_same:
         yield DamageError(
             "the bytes of a shard besides its tensors are not what was written",
-            expected="those that its record has the digest of",
+            expected=f"those that {whose} has the digest of",
             got="others: names, settings or the structure of the file have changed",
             where=path,
             remedy="restore the file",

@@ -268,6 +268,8 @@ class CommitRecord(NamedTuple):
     run: RunIdentity  # what the run was asked to do
     # SHA-256 of the files of the index, by name, the index last; none if the targets have none, or if they are unknown
     index_digests: Mapping[str, str] = MappingProxyType({})
+    # SHA-256 of all but the tensors in files that have no sums of tensors, by rank: their own checksums are in it
+    besides: Mapping[int, str] = MappingProxyType({})
 
     @classmethod
     def read(cls, folder: Path) -> CommitRecord | None:
@@ -309,6 +311,7 @@ class CommitRecord(NamedTuple):
             ),
             run,
             {name: record_files.sha256(digests[name]) for name in run.index_files if digests.get(name) is not None},
+            {target["rank"]: record_files.sha256(target["besides"]) for target in targets if "besides" in target},
         )
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint
-from reshard_mpi.engine.checksums import Shown, Span, sum_of_whole, sum_shard, sum_tensors, takes_numpy
+from reshard_mpi.engine.checksums import Shown, Span, sum_shard, sum_tensors, takes_numpy
 from reshard_mpi.engine.first_difference import where_it_differs
 from reshard_mpi.engine.open_files import OnBytes
 from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, ShardError, as_reshard_error
@@ -34,17 +34,14 @@ from reshard_mpi.journal.record_finder import (
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, strategy_of_run
 from reshard_mpi.journal.target_records import TensorSum, sums_of_wholes
 from reshard_mpi.planning.chunk_reads import held_tensor
-from reshard_mpi.planning.rank_choice import Replicas, is_partial_sum
-from reshard_mpi.planning.rank_plan import Limits, RankPlan, TensorPlan
-from reshard_mpi.planning.target_tensors import Policy
+from reshard_mpi.planning.rank_choice import is_partial_sum
+from reshard_mpi.planning.rank_plan import Limits, RankPlan
 from reshard_mpi.runs.outcome import Checked
-from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.progress import Progress, SliceCounter
 from reshard_mpi.sharding import strategy_table
-from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.strategy import unsharded
 from reshard_mpi.text import counted
 
+NO_DIGESTS: Mapping[str, str] = {}
 # With what a shard was compared whose record has sums.
 BY_RECORD = "the record of its run"
 
@@ -85,13 +82,19 @@ class Summing(NamedTuple):
 
 
 def check_shard(
-    files: ShardFiles, rank: int, limits: Limits, before_sums: Callable[[Summing], None], progress: Progress
+    files: ShardFiles,
+    rank: int,
+    limits: Limits,
+    before_sums: Callable[[Summing], None],
+    progress: Progress,
+    committed: Mapping[str, str] = NO_DIGESTS,
 ) -> tuple[Checked, list[ReshardError]]:
     """Check the files of one rank against their checksums, their sums, and their record, as far as they have these.
 
     Args:
         before_sums: called for each file with what summing it takes, before it is summed.
         progress: told of the bytes of the files.
+        committed: as of `committed_digests`, for files that have no record.
 
     Returns the damage as errors; raises a ReshardError if a file cannot be checked.
     """
@@ -140,7 +143,8 @@ def check_shard(
             damage += [_damaged(shard, name, value, summed.found) for value in written - {summed.found}]
         counter.end()
         if not damage:
-            damage += damage_besides(path, shard.tensors, record)
+            digest = (committed.get(path, ""), COMMIT_RECORD) if record is None else (record.besides, "its record")
+            damage += damage_besides(path, shard.tensors, *digest)
     path = files.by_rank[rank][0]
     return Checked(rank, path, tensors, read_bytes, tuple(by), tuple(sums), world_size=world_size), damage
 
@@ -158,12 +162,12 @@ def damaged_record(files: ShardFiles, rank: int) -> Iterator[DamageError]:
 def keeps_sums(files: ShardFiles, rank: int) -> bool:
     """Tell whether there are sums of the tensors in the files of a rank: in these, or in records that are theirs."""
     module = formats.by_name(files.format)
-    return _are_recorded(files, rank) or (
+    return are_recorded(files, rank) or (
         formats.info(files.format).keeps_sums and any(module.stored_sums(path) for path in files.by_rank[rank])
     )
 
 
-def _are_recorded(files: ShardFiles, rank: int) -> bool:
+def are_recorded(files: ShardFiles, rank: int) -> bool:
     """Tell whether records have sums of the tensors in files of a rank; they tell which run has made these, too."""
     finder = RecordFinder()
     records = (finder.find(path, rank) for path in files.by_rank[rank])
@@ -349,7 +353,7 @@ def damage_of(
         progress: told of the bytes of the files.
         is_read: whether the tensors are summed; else all but these is held against the record of the shard.
     """
-    for files, own_rank in _one_by_one(source.files, rank):
+    for files, own_rank in one_by_one(source.files, rank):
         try:
             if is_read and keeps_sums(files, own_rank):
                 _, damage = check_shard(files, own_rank, limits, before_sums, progress)
@@ -376,69 +380,10 @@ def _unlike_its_record(files: ShardFiles, rank: int) -> Iterator[DamageError]:
         if record is not None:
             shard = files.locate(path)
             yield from damage_by_record(shard, record, {tensor.name: tensor for tensor in record.sums})
-            yield from damage_besides(path, shard.tensors, record)
+            yield from damage_besides(path, shard.tensors, record.besides)
 
 
-def commit_about(files: ShardFiles) -> CommitRecord | None:
-    """Return the commit record in the folder of files, if it is about all of them."""
-    folder = folder_of_records(files.path, files.format)
-    record = None if holds_another(folder) else CommitRecord.read(folder)
-    committed = () if record is None else record.files.values()
-    is_of_all = {absolute_path(folder / file) for file in committed}.issuperset(map(absolute_path, files.shards))
-    return record if is_of_all else None
-
-
-def commit_to_hold(files: ShardFiles) -> CommitRecord | None:
-    """Return the commit record of a source whose whole tensors are to be held against its sums; None: none are.
-
-    They are if a shard has no record with sums of its own. Sums in a shard fit it wherever it lies, so they do not tell
-    that it is the one that was committed.
-    """
-    record = commit_about(files)
-    if record is None or not record.sums:
-        return None
-    of_shards = (each for rank in files.by_rank for each in _one_by_one(files, rank))
-    return None if all(_are_recorded(alone, rank) for alone, rank in of_shards) else record
-
-
-def committed_tensors(record: CommitRecord, source: SourceCheckpoint, needs: Callable[[str], bool]) -> list[TensorPlan]:
-    """Return the whole tensors of a source that a commit record has sums for, each from any of its copies.
-
-    Of a format that packs these are the parts of tensors in its files, by the names that they have there: all of them.
-
-    Args:
-        needs: tells whether a tensor of the source is used.
-    """
-    if formats.info(record.run.format).packs:  # in whatever form the files are read
-        return [
-            held_tensor(TensorSpec(name, entry.dtype, entry.shape, Box.whole(entry.shape)), shard)
-            for shard in map(source.files.locate, source.files.shards)
-            for name, entry in shard.tensors.items()
-            if name in record.sums
-        ]
-    whole = Conversion(source, unsharded(), Policy(replicas=Replicas.ANY, allows_holes=True))
-    tensors = whole.plan(0, checked=False).tensors
-    return [tensor for tensor in tensors if tensor.spec.name in record.sums and needs(tensor.spec.name)]
-
-
-def require_as_committed(
-    record: CommitRecord, tensors: list[TensorPlan], source: str, limits: Limits, on_bytes: OnBytes
-) -> None:
-    """Raise ShardError for the first of these tensors of a source whose sum is not that in its commit record."""
-    for summed in sum_tensors(tensors, limits=limits, on_bytes=on_bytes):
-        spec, expected = summed.tensor, record.sums[summed.tensor.name]
-        got = f"{sum_of_whole([summed.found], spec.size_bytes):08x}"
-        if got != expected:
-            raise ShardError(
-                f"{spec.name!r} is not what the source was committed with",
-                expected=f"CRC-32 {expected}, as its {COMMIT_RECORD} says",
-                got=got,
-                where=source,
-                remedy="the source has changed since: reshard-mpi verify it, and restore it from a copy",
-            )
-
-
-def _one_by_one(files: ShardFiles, rank: int) -> Iterator[tuple[ShardFiles, int]]:
+def one_by_one(files: ShardFiles, rank: int) -> Iterator[tuple[ShardFiles, int]]:
     """Yield the files of a rank as they are verified: for a folder with an index, by target rank."""
     if not files.is_folder:
         yield files, rank

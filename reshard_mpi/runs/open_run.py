@@ -250,7 +250,7 @@ def open_run(
 
 
 def _source_commit(source: SourceCheckpoint) -> CommitRecord | None:
-    from reshard_mpi.runs.check_sums import commit_to_hold
+    from reshard_mpi.runs.check_commit import commit_to_hold
 
     return commit_to_hold(source.files)
 

@@ -206,7 +206,12 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
     Nothing is read if each shard has a record with sums, by which it has been checked. Raises ShardError.
     """
     from reshard_mpi.journal.record_finder import damage_of_index, folder_of_records
-    from reshard_mpi.runs.check_sums import committed_tensors, require_as_committed
+    from reshard_mpi.runs.check_commit import (
+        committed_digests,
+        committed_tensors,
+        require_as_committed,
+        require_as_committed_besides,
+    )
 
     source, path = plans.run.conversion.source, plans.run.request.source
     for damage in damage_of_index(folder_of_records(source.files.path, source.files.format)):
@@ -214,6 +219,8 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
     record = plans.run.source_commit
     if record is None:
         return
+    digests = committed_digests(source.files)
+    require_as_committed_besides(source.files, [*digests.items()][comm.rank :: comm.size])
     needed = committed_tensors(record, source, plans.run.conversion.needs)
     mine = needed[comm.rank :: comm.size]
     size_bytes, own_bytes = (sum(tensor.spec.size_bytes for tensor in of) for of in (needed, mine))

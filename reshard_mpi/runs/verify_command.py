@@ -38,12 +38,12 @@ from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor import Governor
+from reshard_mpi.runs.check_commit import commit_about, committed_digests
 from reshard_mpi.runs.check_sums import (
     BY_RECORD,
     Summing,
     check_shard,
     check_together,
-    commit_about,
     damage_of,
     damaged_record,
 )
@@ -142,10 +142,9 @@ class _ComparedCheckpoints(NamedTuple):
         if not source_files.exists(path):
             return []
         record = finder.find(path, rank)
-        is_kept = record is not None and record.besides
         damage: list[ReshardError] = []
-        if is_kept:
-            damage += damage_besides(path, self.target.files.locate(path).tensors, record)
+        if record is not None and record.besides:
+            damage += damage_besides(path, self.target.files.locate(path).tensors, record.besides)
         if not damage and formats.info(self.target.files.format).packs:
             try:
                 formats.by_name(self.target.files.format).check_crc(path, lambda _: None)
@@ -288,13 +287,14 @@ def verify_by_sums(
     for rank in ranks:
         if rank not in files.by_rank:
             raise shard_files.no_such_rank(files, rank)
+    committed = agreed(lambda: committed_digests(files), comm)
 
     def check(rank: int, _: int) -> Outcome:
         def before_sums(summing: Summing) -> None:
             memory.reserve_peak(checking_bytes(files.format, summing), f"rank {rank} of {request.source}")
 
         before_sums(_BEFORE_LOCATING)
-        checked, damage = check_shard(files, rank, LIMITS, before_sums, progress)
+        checked, damage = check_shard(files, rank, LIMITS, before_sums, progress, committed)
         errors = (*damaged_record(files, rank), *damage)
         return Outcome((), tuple(Failure.here(rank, comm, error) for error in errors), checked=(checked,))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import zipfile
 import zlib
 from pathlib import Path
@@ -90,6 +91,35 @@ def test_options_are_taken_from_the_record(tmp_path: Path, stage: int, dtype: st
     for given in ({}, options):
         report = reshard_mpi.verify(source, out, **given)
         assert any("compared with" in note for note in report.notes) is not bool(given)
+
+
+@pytest.mark.parametrize("form", [Form(1, 2), Form(2, 2, expert_parts=2), Form(3, 2)])
+def test_a_copy_without_records_is_held_against_its_commit(tmp_path: Path, form: Form) -> None:
+    """Each file of another save is sound by its checksums; with the one that was copied it makes no checkpoint."""
+    of_expert = "l.deepspeed_experts."
+    experts = {f"{of_expert}{number}.w": (3, 2) for number in range(4)} if form.expert_parts > 1 else {}
+    for seed, name in enumerate(("one", "other")):
+        groups, has_experts = [SHAPES, experts] if experts else [SHAPES], {of_expert: 4} if experts else {}
+        buffers = {"n": np.arange(3) + seed}
+        training = deepspeed_peer.training(*groups, seed=seed, experts=has_experts, buffers=buffers)
+        deepspeed_peer.write(tmp_path / f"save_of_{name}", training, form)
+        how: dict[str, Any] = {"to": "deepspeed", "dp": 2, "zero_stage": form.stage, "verify": True}
+        reshard_mpi.transform(tmp_path / f"save_of_{name}", tmp_path / name, **how)
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path / "one", copy, ignore=shutil.ignore_patterns(".reshard_mpi"))
+    reshard_mpi.verify(copy)
+    reshard_mpi.transform(copy, tmp_path / "sound", to="torch", verify=True)
+    files = sorted(copy.rglob("*.pt"))
+    assert len(files) == {1: 3, 2: 7, 3: 4}[form.stage]
+    for path in files:
+        own = path.read_bytes()
+        path.write_bytes((tmp_path / "other" / path.relative_to(copy)).read_bytes())
+        with pytest.raises(ReshardError):
+            reshard_mpi.transform(copy, tmp_path / "torn", to="torch", verify=True)
+        assert not (tmp_path / "torn").exists()
+        with pytest.raises(ReshardError, match=path.name):
+            reshard_mpi.verify(copy)
+        path.write_bytes(own)
 
 
 def in_bf16(folder: Path) -> Path:
