@@ -98,7 +98,7 @@ def committed_digests(files: ShardFiles) -> Mapping[str, str]:
 
 
 def require_as_committed_besides(files: ShardFiles, digests: Iterable[tuple[str, str]]) -> None:
-    """Raise DamageError for the first of some files whose bytes besides its tensors are not those that were committed.
+    """Raise DamageError for the first of some files that was committed with other bytes besides its tensors.
 
     Args:
         digests: of these files, by path.
