@@ -84,6 +84,15 @@ def require_as_committed(
             )
 
 
+def committed_sums(files: ShardFiles) -> Mapping[str, str]:
+    """Return the CRC-32 of whole tensors by name, in hexadecimal, in the commit record about files; none if unknown.
+
+    Of a format that packs it has sums of the parts of tensors in files instead.
+    """
+    record = None if formats.info(files.format).packs else commit_about(files)
+    return {} if record is None else record.sums
+
+
 def committed_digests(files: ShardFiles) -> Mapping[str, str]:
     """Return the digests that the commit record about files has of all but the tensors in each, by path.
 

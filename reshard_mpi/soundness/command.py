@@ -5,7 +5,7 @@ Each process reads its share of the tensors, and process 0 judges what all of th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,9 +13,12 @@ from reshard_mpi.checkpoints.discovery import find_shards
 from reshard_mpi.checkpoints.opening import require_same_choice
 from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.errors import CoverageError, DamageError, DisagreementError, ReshardError, ShardError, SourceError
+from reshard_mpi.journal.record_files import COMMIT_RECORD
 from reshard_mpi.journal.record_finder import RecordFinder
 from reshard_mpi.mapping.tensor_kinds import TensorKind, kind_of
+from reshard_mpi.planning.rank_choice import is_partial_sum
 from reshard_mpi.processes.comm import Comm
+from reshard_mpi.runs.check_commit import committed_sums
 from reshard_mpi.runs.diff import compare_copies
 from reshard_mpi.runs.maps_and_packing import apply_map
 from reshard_mpi.runs.outcome import Checked, Outcome, agreed, together
@@ -88,12 +91,15 @@ def audit(
         def judged() -> Outcome:
             if comm.rank:
                 return opened.outcome
-            by = [_STRUCTURE, *([_SUMS] if any(shard.by for shard in summed.checked) else []), _VALUES]
+            committed = {} if request.map else committed_sums(summed_files)
+            has_sums = bool(committed) or any(shard.by for shard in summed.checked)
+            by = [_STRUCTURE, *([_SUMS] if has_sums else []), _VALUES]
             notes = [*opened.outcome.notes, *state.notes]
             found = [
                 *opened.flaws(),
                 *of_copies,
                 *_of_sums(summed, summed_files, opened),
+                *_of_commit(contents, committed, opened),
                 *unreadable,
                 *value_findings(contents, opened.place, opened.roles),
                 *state.findings(opened, {content.name: content for content in contents}),
@@ -292,6 +298,21 @@ def _of_sums(summed: Outcome, files: ShardFiles, opened: AuditedCheckpoint) -> I
         is_damage = isinstance(failure.error, DamageError) or not opened.source.files.is_folder
         if is_damage or is_recorded(failure.rank):
             yield broken(failure.error, "", failure.rank)
+
+
+def _of_commit(
+    contents: Iterable[TensorContent], committed: Mapping[str, str], opened: AuditedCheckpoint
+) -> Iterator[Finding]:
+    """Yield the tensors that are not what was committed.
+
+    Args:
+        committed: as of `committed_sums`.
+    """
+    for content in contents:
+        expected, got = committed.get(content.name), f"{content.digest:08x}"
+        if expected is not None and got != expected and not is_partial_sum(content.name):
+            detail = f"is not what was committed: CRC-32 {got}, expected {expected}, as {COMMIT_RECORD} says"
+            yield Finding(FindingKind.SUM, content.name, *opened.place(content.name, None), detail)
 
 
 def _of_copies(opened: AuditedCheckpoint, comm: Comm, progress: Progress) -> list[Finding]:

@@ -20,6 +20,7 @@ from reshard_mpi.errors import DamageError, ReshardError
 from reshard_mpi.soundness.findings import FindingKind
 
 FORMS = ("ckpt", "hdf5", "safetensors", "torch", "dcp", "hf")
+SUFFIXES = (".ckpt", ".h5", ".safetensors", ".pt", ".distcp")
 Check = Callable[[Path, Path], Any]
 
 
@@ -131,6 +132,24 @@ def test_a_flipped_bit_of_a_tensor_is_found_in_a_copy_without_records(tmp_path: 
         for form in (None, "dcp"):
             with pytest.raises(ReshardError, match="is not what the source was committed with"):
                 reshard_mpi.transform(copy, tmp_path / "read", to="safetensors", verify=True, source_format=form)
+
+
+@pytest.mark.parametrize("form", few(1, FORMS))
+def test_audit_holds_a_copy_without_records_against_its_commit(tmp_path: Path, form: str) -> None:
+    """It reads all values in any case."""
+    out, copy = tmp_path / "out", tmp_path / "copy"
+    reshard_mpi.transform(training(tmp_path), out, to=form, verify=True)
+    shutil.copytree(out, copy, ignore=shutil.ignore_patterns(".reshard_mpi"))
+    report = reshard_mpi.audit(copy)
+    assert "sums" in report.checked and all(each.kind is not FindingKind.SUM for each in report.findings)
+    (path,) = (path for path in copy.rglob("*") if path.suffix in SUFFIXES)
+    content, value = path.read_bytes(), np.full((3, 5), 2, np.float32).tobytes()
+    place = content.index(value)
+    path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    findings = reshard_mpi.audit(copy).findings
+    assert [each.tensor for each in findings if each.kind is FindingKind.SUM and "committed" in each.detail] == [
+        "fc.bias" if form == "hf" else "model.fc.bias"
+    ]
 
 
 @pytest.mark.parametrize("form", few(1, PACKED))
