@@ -27,6 +27,8 @@ from reshard_mpi.formats.locations import paths_of
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest.nodes import UNREADABLE, parsed
 from reshard_mpi.mapping.tensor_kinds import TensorKind, kin_of, kind_of
+from reshard_mpi.planning.gradient_joining import gradient_texts, notes_on
+from reshard_mpi.planning.rank_choice import Accumulated
 from reshard_mpi.planning.rank_plan import RankPlan, TensorPlan, meeting
 from reshard_mpi.planning.source_flaws import difference_messages
 from reshard_mpi.planning.strategy_check import drift_warning
@@ -147,7 +149,9 @@ def open_audited(
     memory.reserve_for_reading(request, strategies, purpose, files.format)
     read = strategies or Strategies.read(request)
     source = open_source(files, read.source)
-    conversion = Conversion(source, unsharded(), Policy(replicas=request.replicas, allows_holes=True))
+    # Partial sums of a step that is not finished differ, and are judged by their mean.
+    policy = Policy(replicas=request.replicas, accumulated=Accumulated.MEAN, allows_holes=True)
+    conversion = Conversion(source, unsharded(), policy)
     memory.on_memory_released(conversion.forget)
     memory.reserve_for_planning(Workload(conversion, files.format, also_read=source), purpose)
     drift = conversion.drifted_tensors(process=comm.rank, processes=comm.size)
@@ -160,8 +164,13 @@ def open_audited(
     peak_bytes += _NUMPY_BYTES + _BUFFER_BYTES + _CONTENT_BYTES * len(plan.tensors)
     while not memory.reserve_peak(peak_bytes, purpose):
         plan = conversion.plan(0, checked=False)
+    of_targets = {*notes_on(policy.accumulated, plan.gradients)}
+    notes = (
+        *gradient_texts(policy.accumulated, plan.gradients),
+        *(each for each in plan.notes if each not in of_targets),
+    )
     outcome = Outcome(
-        notes=tuple(dict.fromkeys((*plan.notes, *found.notes, *files.notes, *governor.notes))),
+        notes=tuple(dict.fromkeys((*notes, *found.notes, *files.notes, *governor.notes))),
         modified=files.modified,
         other_warnings=(*warnings, *found.warnings, *files.warnings, *plan.warnings, *plan.left_out),
     )

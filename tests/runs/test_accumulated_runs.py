@@ -63,6 +63,16 @@ def written(c: Conversion, rank: int, name: str = NAME) -> np.ndarray:
     return np.frombuffer(content, np.float32).reshape(shape)
 
 
+def test_audit_judges_the_mean_of_partial_sums(tmp_path: Path) -> None:
+    """That they differ is no flaw of a save in the middle of a step; a value that no training has is one."""
+    c = accumulating(tmp_path)
+    report = reshard_mpi.audit(c.src, c.src_strategy)
+    assert report.is_sound() and any("the mean of 2 replicas" in note for note in report.notes)
+    c.rewrite(3, {NAME: np.where(PARTS[3] == PARTS[3].max(), np.float32(np.nan), PARTS[3])})
+    findings = [each for each in reshard_mpi.audit(c.src, c.src_strategy).findings if each.tensor == NAME]
+    assert findings and not reshard_mpi.audit(c.src, c.src_strategy).is_sound()
+
+
 # What comes of it, and what is said
 
 
