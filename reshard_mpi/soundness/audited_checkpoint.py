@@ -165,10 +165,8 @@ def open_audited(
     while not memory.reserve_peak(peak_bytes, purpose):
         plan = conversion.plan(0, checked=False)
     of_targets = {*notes_on(policy.accumulated, plan.gradients)}
-    notes = (
-        *gradient_texts(policy.accumulated, plan.gradients),
-        *(each for each in plan.notes if each not in of_targets),
-    )
+    of_plan = (note for note in plan.notes if note not in of_targets)
+    notes = (*gradient_texts(policy.accumulated, plan.gradients), *of_plan)
     outcome = Outcome(
         notes=tuple(dict.fromkeys((*notes, *found.notes, *files.notes, *governor.notes))),
         modified=files.modified,
