@@ -17,6 +17,8 @@ from reshard_mpi.text import GIB
 
 # The string of a shard that holds what is neither tensor nor text, and how all of it is nested (see `nest`).
 NEST = "__reshard_mpi_nest__"
+# With these words end the ones on what a training leaves out when it goes on in another layout itself.
+OF_RANKS_ALONE = "states of the ranks that saved them, which no other layout has"
 
 
 def shown_string(name: str) -> str:

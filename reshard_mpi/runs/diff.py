@@ -21,7 +21,7 @@ from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.first_difference import first_difference_of_tensors, value_at
 from reshard_mpi.engine.open_files import Files, OnBytes
 from reshard_mpi.errors import DifferenceError, SourceError
-from reshard_mpi.formats.manifest import NEST, TensorSpec
+from reshard_mpi.formats.manifest import NEST, OF_RANKS_ALONE, TensorSpec
 from reshard_mpi.formats.nest.nodes import NestError, agree
 from reshard_mpi.formats.nest.rebuild_tree import as_json, leaves, values_beside
 from reshard_mpi.formats.nest.rebuild_tree import first_difference as first_nest_difference
@@ -201,8 +201,8 @@ def _planned(
     first, second = (DiffSide(*each, not any(readings)) for each in zip(paths, sources, plans))
     warnings += [
         *(text for source in sources for text in source.files.warnings),
-        *plans[0].warnings,
-        *plans[1].warnings,
+        *(text for plan in plans for text in plan.warnings),
+        *(what for plan in plans for what in plan.left_out if what.endswith(OF_RANKS_ALONE)),
     ]
     outcome = Outcome(
         notes=tuple(dict.fromkeys(notes)),
@@ -240,10 +240,15 @@ def _other_texts(first: RankPlan, second: RankPlan) -> Iterator[str]:
         yield f"texts beside the tensors differ: {shortened(list(map(repr, differing)))}"
 
 
+def _uncompared(plan: RankPlan) -> list[str]:
+    """Return words on what cannot be compared, without the states of ranks that no other layout has."""
+    return [what for what in plan.left_out if not what.endswith(OF_RANKS_ALONE)]
+
+
 def _unlike(first: DiffSide, second: DiffSide) -> Iterator[DifferenceError]:
     """Yield tensors that cannot be compared, tensors in one checkpoint only, and differing types or shapes."""
     for side in (first, second):
-        for what in side.plan.left_out:
+        for what in _uncompared(side.plan):
             problem = f"not all that is in {side.path} can be compared"
             yield DifferenceError(problem, expected="tensors and plain data alone", got=what, where=side.path)
     first_specs, second_specs = ({spec.name: spec for spec in side.plan.tensors.specs} for side in (first, second))
@@ -343,7 +348,7 @@ def diff_values(
                 if name not in compared:
                     tensors.append(TensorComparison(name, _type_of(own.get(name)), _type_of(others.get(name)), None))
             values = [*_differing_values(first.plan, second.plan, tolerance)] if first.has_values else ()
-            left_out = [what for side in (first, second) for what in side.plan.left_out]
+            left_out = [what for side in (first, second) for what in _uncompared(side.plan)]
         found = ValueComparison(tuple(tensors), tuple(values), tuple(left_out))
         checked = Checked(0, second.path, len(mine), own_bytes, ("the other",))
         return Outcome(comparison=found, checked=(checked,))

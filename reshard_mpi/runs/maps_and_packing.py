@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.source import SourceCheckpoint
-from reshard_mpi.errors import UsageError
+from reshard_mpi.errors import TargetError, UsageError
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest.nodes import is_whole_training
 from reshard_mpi.formats.protocol import Packed, PackingOptions, Part
@@ -170,17 +170,17 @@ def both_through_map(
 
 
 def _chosen(reading: Packing, choice: Selection) -> Packing:
-    """Return the step that makes a checkpoint as it is read, and then takes the chosen tensors of that."""
+    """Return the step that makes a checkpoint as it is read, if that can be, and takes the chosen tensors of it."""
     from reshard_mpi.mapping.selection import is_chosen
-
-    if not choice.leaves_out:
-        return reading
 
     def pack(
         tensors: Mapping[str, TensorType], strings: Mapping[str, str], own_types: Mapping[str, DType]
     ) -> Packed | None:
         whole = [Part(name, name, Box.whole(kind.shape)) for name, kind in tensors.items()]
-        read = reading.pack(tensors, strings, own_types) or Packed("", [whole], strings)
+        try:
+            read = reading.pack(tensors, strings, own_types) or Packed("", [whole], strings)
+        except TargetError as error:
+            read = Packed("", [whole], strings, notes=(f"compared under its own names: {error.problem}",))
         chosen = [part for part in read.files[0] if is_chosen(choice, part.name)]
         taken = {part.source for part in chosen}
         return read._replace(files=[chosen], left_out=tuple(name for name in tensors if name not in taken))

@@ -58,6 +58,18 @@ def test_each_form(tmp_path: Path, what: str) -> None:
     require_read(tmp_path, *FORMS[what])
 
 
+@pytest.mark.parametrize("how", few(1, [{}, {"include": "model.*"}, {"exclude": "optimizer.*"}]))
+def test_a_conversion_holds_the_same_tensors(tmp_path: Path, how: dict[str, Any]) -> None:
+    """What is of the ranks that have saved it alone is said, and no difference."""
+    megatron_legacy_peer.write(tmp_path / "save", DENSE, Form(2))
+    reshard_mpi.transform(tmp_path / "save", tmp_path / "out", to="torch", **how)
+    for pair in ((tmp_path / "save", tmp_path / "out"), (tmp_path / "out", tmp_path / "save")):
+        report = reshard_mpi.diff(*pair, **how)
+        assert any("which no other layout has" in text for text in report.warnings)
+        comparison = reshard_mpi.diff(*pair, values=True, **how).comparison
+        assert comparison is not None and comparison.passes
+
+
 def _chunk(content: Content) -> Content:
     found: Content = content["model" if "model" in content else "model0"]
     return found

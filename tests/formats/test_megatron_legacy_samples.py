@@ -115,3 +115,11 @@ def test_every_key_of_every_file(tmp_path: Path, name: str) -> None:
                 kept = target["scheduler" if key == "opt_param_scheduler" else key]
                 assert set(own) == set(kept) if isinstance(own, dict) else own == kept, key
     assert len(files) in (2, 4)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_conversion_holds_the_same_tensors(tmp_path: Path, name: str) -> None:
+    save = unpacked(name, tmp_path / "unpacked")
+    done("transform", save, tmp_path / "out", "--to", "torch")
+    assert "the same" in done("diff", save, tmp_path / "out").out
+    assert "the same" in done("diff", tmp_path / "out", save).out

@@ -179,3 +179,11 @@ def test_every_key_of_every_pickle(tmp_path: Path, name: str) -> None:
         else:
             assert own in target or own in said, key
     assert target["iteration"] == 3 and target["args"]["num_layers"] == 4
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_conversion_holds_the_same_tensors(tmp_path: Path, name: str) -> None:
+    save = unpacked(name, tmp_path / "unpacked")
+    done("transform", save, tmp_path / "out", "--to", "torch")
+    assert "the same" in done("diff", save, tmp_path / "out").out
+    assert "the same" in done("diff", tmp_path / "out", save).out

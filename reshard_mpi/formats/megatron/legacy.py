@@ -17,6 +17,7 @@ from typing import NamedTuple
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.locations import ByteRanges, Location
+from reshard_mpi.formats.manifest import OF_RANKS_ALONE
 from reshard_mpi.formats.megatron.flat_vectors import ParameterState, vector_states
 from reshard_mpi.formats.megatron.parameter_order import ElementReader, rounded
 from reshard_mpi.formats.megatron.rank_folders import VECTOR_FILE, LegacyRanks, RankFiles, is_chunk, read_ranks
@@ -75,14 +76,11 @@ def read_legacy(folder: str) -> FolderTraining:
     left_out = (
         *optimizer.left_out,
         *differing(own_states, "state of the ranks' own, such as what Transformer Engine keeps of FP8"),
-        *differing([key for key in _OF_RANKS if key in first.values], _NO_OTHER_LAYOUT),
+        *differing([key for key in _OF_RANKS if key in first.values], OF_RANKS_ALONE),
         *_of_other_ranks(ranks),
     )
     training = SavedTraining({**weights, **others}, optimizer.state, optimizer.groups, values)
     return FolderTraining(training, lambda stored: held(stored, first.starts, first.path).whole, left_out)
-
-
-_NO_OTHER_LAYOUT = "states of the ranks that saved them, which no other layout has"
 
 
 def _weights(models: Sequence[RankModel]) -> dict[str, TensorPieces]:

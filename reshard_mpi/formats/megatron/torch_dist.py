@@ -25,6 +25,7 @@ from reshard_mpi.formats.dcp.bulk_metadata import ItemKey
 from reshard_mpi.formats.dcp.items import LocatedFile, StoragePlace
 from reshard_mpi.formats.dcp.metadata import TensorChunks
 from reshard_mpi.formats.locations import Location
+from reshard_mpi.formats.manifest import OF_RANKS_ALONE
 from reshard_mpi.formats.megatron.flat_state import BucketNames, of_buckets, unflattened
 from reshard_mpi.formats.megatron.layers import layer_axes
 from reshard_mpi.formats.megatron.parameter_order import ElementReader
@@ -137,7 +138,7 @@ def read_training(folder: str) -> FolderTraining:
     if scaler is not None:
         values["scaler"] = scaler
     training = SavedTraining({**weights, **objects.extra}, state, groups, values)
-    left_out = differing(objects.left_out, "states of the ranks that saved them, which no other layout has")
+    left_out = differing(objects.left_out, OF_RANKS_ALONE)
     about_files = [
         *differing([_CONTENT] if _CONTENT in objects.common else [], "in which form files have the optimizer's state"),
         *differing(objects.of_files, "how long buckets are that are taken apart"),
