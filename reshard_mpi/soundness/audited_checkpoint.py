@@ -8,6 +8,7 @@ those of tensors that are their kin (copies, norms far from theirs).
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import median
@@ -44,7 +45,7 @@ from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.scheduling import assign
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import unsharded
-from reshard_mpi.soundness.content import TensorContent, bound_of, content_of
+from reshard_mpi.soundness.content import TensorContent, bound_of, content_of, lowest_of
 from reshard_mpi.soundness.findings import Finding, FindingKind
 from reshard_mpi.text import KIB, MIB, counted
 
@@ -264,12 +265,13 @@ def _of_one(content: TensorContent, place: PlaceOf, role: str) -> Iterator[Findi
         (FindingKind.NAN, content.nan, "NaN"),
         (FindingKind.INFINITE, content.infinite, "infinite"),
     ):
-        if count:
+        if count and not (kind is FindingKind.INFINITE and _is_added_mask(content)):
             of_all = f"{count} of {counted(values, 'value')} {'is' if count == 1 else 'are'} {what}"
             first = f", the first bad one at {list(element or ())}" if content.shape else ""
             yield Finding(kind, name, *place(name, element), f"{of_all}{first}")
     bound = bound_of(content.dtype)
-    if content.magnitude > bound and content.size > 1:
+    is_mask = content.is_mask and content.least == lowest_of(content.dtype)
+    if content.magnitude > bound and content.size > 1 and not is_mask:
         detail = f"a magnitude of {content.magnitude:.4g}, and no value of a training is beyond {bound:.4g}"
         detail += f"; the first bad value is at {list(element or ())}"
         yield Finding(FindingKind.BEYOND, name, *place(name, element), detail)
@@ -348,9 +350,21 @@ def _is_matrix(content: TensorContent) -> bool:
     return sum(length > 1 for length in content.shape) > 1
 
 
+def _is_added_mask(content: TensorContent) -> bool:
+    """Tell whether a tensor that is called a mask has zeros and infinities alone."""
+    return content.name.endswith("mask") and not content.nan and (content.least, content.greatest) == (0, 0)
+
+
+# Tables of positions, which all layers of some models have of their own.
+_TABLE = re.compile(
+    r"(?:.*\.)?(?:(?:cos|sin)(?:_cached?)?|cos_sin_cache|freqs?_c[io]s|pe|position_ids|relative_(?:position_index|coords_table))"
+)
+
+
 def _may_not_be_a_copy(content: TensorContent) -> bool:
-    is_mask = content.dtype == "uint8" and content.greatest is not None and content.greatest <= 1
-    return content.dtype in _ADJUSTABLE or (content.dtype in _QUANTISED and not is_mask)
+    is_told = content.dtype in _ADJUSTABLE or content.dtype in _QUANTISED
+    is_mask = content.is_mask or _is_added_mask(content)
+    return is_told and not is_mask and not _TABLE.fullmatch(content.name)
 
 
 def _index(number: int, shape: Sequence[int]) -> tuple[int, ...]:

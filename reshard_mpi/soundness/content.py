@@ -83,6 +83,13 @@ class TensorContent(NamedTuple):
         return float(max(abs(self.least or 0), abs(self.greatest or 0)))
 
     @property
+    def is_mask(self) -> bool:
+        """Whether there are zeros and one other value, as in a mask that scores are multiplied by or that is added."""
+        if self.nan or self.infinite or 0 not in (self.least, self.greatest) or not self.magnitude:
+            return False
+        return math.isclose(self.norm, self.magnitude * math.sqrt(self.parts - self.zeros), rel_tol=1e-9)
+
+    @property
     def size(self) -> int:
         """The number of elements."""
         return math.prod(self.shape)
@@ -97,6 +104,15 @@ def bound_of(dtype: str) -> float:
     """Return the magnitude beyond which no value of a training is, in a type; infinity where there is none."""
     form = _FORMS.get(_PARTS[dtype].name if dtype in _PARTS else dtype)
     return math.inf if form is None else form.bound
+
+
+def lowest_of(dtype: str) -> float:
+    """Return the lowest finite number of a type of floats, as masks that are added have; minus infinity of others."""
+    form = _FORMS.get(dtype)
+    if form is None:
+        return -math.inf
+    kind = BY_NAME[dtype]
+    return -float(np.array([form.infinity - 1], f"u{kind.itemsize_bytes}").view(to_numpy(kind))[0])
 
 
 def content_of(files: Files, tensor: TensorPlan, limits: Limits, buffer: Array, on_bytes: OnBytes) -> TensorContent:

@@ -193,6 +193,14 @@ def test_vectors_masks_and_what_is_allowed_may_be_alike(tmp_path: Path) -> None:
         tensors[f"model.layers.{layer}.index"] = np.arange(36).reshape(6, 6)
         tensors[f"model.layers.{layer}.is_on"] = np.ones((6, 6), np.bool_)
         tensors[f"model.layers.{layer}.bias"] = np.zeros((1, 1, 8), np.float32)
+        seen = np.tril(np.ones((1, 1, 6, 6), np.float32))
+        tensors[f"model.layers.{layer}.attn.bias"] = seen
+        for name, dtype in {"half": np.float16, "single": np.float32}.items():
+            tensors[f"model.layers.{layer}.{name}.added"] = np.where(seen, 0, np.finfo(dtype).min).astype(dtype)
+        tensors[f"model.layers.{layer}.attn_mask"] = np.where(seen, 0, -np.inf).astype(np.float32)
+        angles = np.arange(1, 7)[:, None] / 10000 ** (np.arange(4) / 4)
+        for name in ("cos_cached", "sin_cached"):
+            tensors[f"model.layers.{layer}.rotary_emb.{name}"] = getattr(np, name[:3])(angles).astype(np.float32)
     assert audited(save(tmp_path / "src", tensors)) == set()
     tensors[EXPERT] = tensors["model.layers.0.experts.0.w1.weight"]
     folder = save(tmp_path / "copied", tensors)
@@ -201,6 +209,20 @@ def test_vectors_masks_and_what_is_allowed_may_be_alike(tmp_path: Path) -> None:
         f"layers.{layer}.experts.{expert}.w": np.full((2, 2), 3, np.float32) for layer in (0, 1) for expert in (0, 1)
     }
     assert audited(save(tmp_path / "constant", same)) == {("constant", name) for name in same}
+
+
+def test_what_is_nearly_a_mask_is_none(tmp_path: Path) -> None:
+    tensors = weights()
+    mask = np.tril(np.ones((6, 6), np.float32))
+    added = np.where(mask, 0, np.finfo(np.float32).min).astype(np.float32)
+    for layer in range(2):
+        tensors[f"model.layers.{layer}.other"] = mask + mask[::-1]
+    tensors["model.one"] = np.where(np.arange(36).reshape(6, 6) == 7, np.float32(-1e38), added * 0)
+    tensors["model.two"] = np.where(np.arange(36).reshape(6, 6) == 7, np.float32(-1e38), added)
+    tensors["model.attn_mask"] = np.where(mask, 1, -np.inf).astype(np.float32)
+    found = {("copy", "model.layers.1.other"), ("infinite", "model.attn_mask")}
+    found |= {(kind, f"model.{name}") for kind in ("beyond", "rows") for name in ("one", "two")}
+    assert audited(save(tmp_path / "src", tensors)) == found
 
 
 def test_a_checkpoint_without_a_part_or_a_file_is_found_out(tmp_path: Path) -> None:
