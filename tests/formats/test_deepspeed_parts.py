@@ -348,6 +348,30 @@ def test_what_layers_of_a_pipeline_share(tmp_path: Path, dtype: str) -> None:
     reshard_mpi.verify(source, tmp_path / "again")
 
 
+def freeze(root: Any) -> None:
+    del root["optimizer"]["state"]["0.w"]
+    root["optimizer"]["param_groups"][0]["params"].remove("0.w")
+    root["pipeline_layout"]["stages"][0].remove("0.w")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_pipeline_with_a_weight_that_is_not_trained(tmp_path: Path, dtype: str) -> None:
+    source = in_torch(tmp_path, saved(tmp_path, pipeline(dtype), PIPELINE), freeze)
+    written(source, tmp_path / "out", ranks=3)
+    written(tmp_path / "out", tmp_path / "again")
+    for folder in ("out", "again"):
+        reshard_mpi.verify(source, tmp_path / folder)
+        with reshard_mpi.open(source) as before, reshard_mpi.open(tmp_path / folder) as after:
+            assert before.keys() == after.keys()
+            assert all(before[name][...].tobytes() == after[name][...].tobytes() for name in before)
+
+
+def test_a_map_that_takes_layers_from_what_they_share_is_refused(tmp_path: Path) -> None:
+    source = in_torch(tmp_path, saved(tmp_path, pipeline(), PIPELINE), share)
+    said = refused(source, "none of its layers has", map="{l}.{p*} <=> {l}.block.{p*}", forward=True)
+    assert TIED in said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", few(1, [{"dtype": "model.*=fp16"}, {"dtype": "fp32"}, {"exclude": ["*.fp32_param"]}]))
 def test_other_types_of_what_layers_share(tmp_path: Path, how: dict[str, Any]) -> None:

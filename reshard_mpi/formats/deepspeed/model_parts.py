@@ -165,6 +165,15 @@ def _of_pipeline(root: Dict, groups: Sequence[Sequence[LaidParameter]], settings
             shortened(unlike),
             "convert to DeepSpeed without a map or selection first, or choose --to torch",
         )
+    in_layers = {first for _, first in _names_in_layers(root)}
+    loose = next((name for name in sorted(listed) if name.startswith(TIED) and name not in in_layers), None)
+    if loose is not None:
+        raise _not_written(
+            "a pipeline that shares a tensor which none of its layers has",
+            f"it in each layer that has its module, as N.{''.join(loose.split('.', 2)[2:])}",
+            repr(loose),
+            "convert to DeepSpeed without the map that renames tensors of layers, or choose --to torch",
+        )
     _require_ascending(stages)
     of_stages: list[list[_Parts]] = []
     for number, own in enumerate(stages):

@@ -318,15 +318,16 @@ def _model_states(
         name: tensors.get(MODEL + name) or storages.empty(BY_NAME[dtypes.get(name) or layout.dtype])
         for name in names_by_file(layout, layout.names).get("", ())
     }
+    has_fragments = layout.stage > 1
+    fragments: dict[str, Value] = {}
     if layout.is_sliced:
-        fragments: dict[str, Value] = {
+        fragments = {
             parameter.name: storages.vector(vector, BY_NAME[parameter.dtype])
             for parameter, vector in zip(layout.frozen, frozen_vectors(layout, rank))
         }
-    else:
+    elif has_fragments:
         fragments = {parameter.name: module[parameter.name] for parameter in layout.frozen}
     besides = _values_in_module(layout, "", path)
-    has_fragments = layout.stage > 1
     # What layers of a pipeline share is in the files of these, and not said.
     shared = [pair for pair in layout.shared if not (layout.is_pipeline and pair[1].startswith(TIED))]
     root: list[Value] = [
