@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.shard_files import ShardFiles
@@ -10,7 +11,7 @@ from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.checksums import sum_of_whole, sum_tensors
 from reshard_mpi.engine.open_files import OnBytes
 from reshard_mpi.errors import ShardError
-from reshard_mpi.filesystem.paths import absolute_path
+from reshard_mpi.filesystem.paths import absolute_path, rank_of_folder
 from reshard_mpi.formats.manifest import TensorSpec
 from reshard_mpi.journal.record_files import COMMIT_RECORD
 from reshard_mpi.journal.record_finder import damage_besides, folder_of_records, holds_another
@@ -26,12 +27,34 @@ from reshard_mpi.sharding.strategy import unsharded
 
 
 def commit_about(files: ShardFiles) -> CommitRecord | None:
-    """Return the commit record in the folder of files, if it is about all of them."""
-    folder = folder_of_records(files.path, files.format)
-    record = None if holds_another(folder) else CommitRecord.read(folder)
-    committed = () if record is None else record.files.values()
-    is_of_all = {absolute_path(folder / file) for file in committed}.issuperset(map(absolute_path, files.shards))
-    return record if is_of_all else None
+    """Return the commit record about files: in their folder, or above a file or the folder of a rank by itself."""
+    commit, _ = _commit_and_folder(files)
+    return commit
+
+
+def _commit_and_folder(files: ShardFiles) -> tuple[CommitRecord | None, Path]:
+    """Return the commit record about files, and the folder that it is in."""
+    folder, own = folder_of_records(files.path, files.format), set(map(absolute_path, files.shards))
+    for place in (folder, *_folders_above(files)):
+        record = None if holds_another(place) else CommitRecord.read(place)
+        committed = () if record is None else record.files.values()
+        others = set(map(absolute_path, (place / file for file in committed))) - own
+        if record is None or len(committed) - len(others) < len(own):
+            continue
+        # Some of the files have only parts of the tensors, unless each file has whole ones.
+        if place == folder or not others or formats.info(record.run.format).split_by_size:
+            return record, place
+    return None, folder
+
+
+def _folders_above(files: ShardFiles) -> Iterator[Path]:
+    """Yield the folders that a file or the folder of a rank, which was given by itself, may be a target in."""
+    path = absolute_path(files.path)
+    if any(absolute_path(own) == path for own in files.shards):
+        yield path.parent
+        path = path.parent
+    if rank_of_folder(path.name) is not None:
+        yield path.parent
 
 
 def commit_to_hold(files: ShardFiles) -> CommitRecord | None:
@@ -98,7 +121,7 @@ def committed_digests(files: ShardFiles) -> Mapping[str, str]:
 
     Only files without sums of tensors have one, as DeepSpeed's: their checksums are in it.
     """
-    record, folder = commit_about(files), folder_of_records(files.path, files.format)
+    record, folder = _commit_and_folder(files)
     if record is None or not record.besides:
         return {}
     rank_of = {absolute_path(folder / file): rank for rank, file in record.files.items()}

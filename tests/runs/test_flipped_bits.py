@@ -135,6 +135,47 @@ def test_a_flipped_bit_of_a_tensor_is_found_in_a_copy_without_records(tmp_path: 
 
 
 @pytest.mark.parametrize("form", few(1, FORMS))
+def test_a_file_by_itself_is_held_against_the_commit_above(tmp_path: Path, form: str) -> None:
+    """Records lie beside it or above it, and were not copied."""
+    out, copy = tmp_path / "out", tmp_path / "copy"
+    reshard_mpi.transform(training(tmp_path), out, to=form, verify=True)
+    shutil.copytree(out, copy, ignore=shutil.ignore_patterns(".reshard_mpi"))
+    (path,) = (path for path in copy.rglob("*") if path.suffix in SUFFIXES)
+    given = [path, *([path.parent] if path.parent != copy else [])]
+    for number, source in enumerate(given):
+        reshard_mpi.transform(source, tmp_path / f"sound_{number}", to="torch", verify=True)
+    content, value = path.read_bytes(), np.full((3, 5), 2, np.float32).tobytes()
+    place = content.index(value)
+    path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    for source in given:
+        with pytest.raises(ReshardError):
+            reshard_mpi.transform(source, tmp_path / "read", to="torch", verify=True)
+        assert not (tmp_path / "read").exists()
+
+
+def test_some_of_the_committed_files_are_held_if_their_tensors_are_whole(tmp_path: Path) -> None:
+    src, cut = training(tmp_path), tmp_path / "cut.toml"
+    reshard_mpi.transform(src, tmp_path / "hf", to="hf", max_shard_size=70, verify=True)
+    shutil.rmtree(tmp_path / "hf/.reshard_mpi")
+    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) == 2
+    for path in files:
+        reshard_mpi.transform(path, tmp_path / f"sound_{path.stem}", to="torch", verify=True)
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(ReshardError, match="is not what the source was committed with"):
+            reshard_mpi.transform(path, tmp_path / "read", to="torch", verify=True)
+    # A rank's own part of a tensor has not the sum of the whole.
+    cut.write_text('mesh = { card = 3 }\n[[parameter]]\nmatch = "model.*"\nsplit = { 0 = ["card"] }\n')
+    reshard_mpi.transform(src, tmp_path / "ranks", dst_strategy=cut, to="safetensors", verify=True)
+    for rank in (0, 2):
+        shutil.rmtree(tmp_path / f"ranks/rank_{rank}")
+    shutil.rmtree(tmp_path / "ranks/.reshard_mpi")
+    with pytest.raises(ReshardError, match="is no full checkpoint"):
+        reshard_mpi.transform(tmp_path / "ranks/rank_1", tmp_path / "one", to="torch", verify=True)
+
+
+@pytest.mark.parametrize("form", few(1, FORMS))
 def test_audit_holds_a_copy_without_records_against_its_commit(tmp_path: Path, form: str) -> None:
     """It reads all values in any case."""
     out, copy = tmp_path / "out", tmp_path / "copy"
