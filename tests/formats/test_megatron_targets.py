@@ -23,7 +23,7 @@ from support import dcp_peer, torch_peer
 from support.examples import few, many
 
 import reshard_mpi
-from reshard_mpi.errors import TargetError, UsageError
+from reshard_mpi.errors import ReshardError, TargetError, UsageError
 from reshard_mpi.journal import commit
 
 Array = np.ndarray[Any, Any]
@@ -663,3 +663,47 @@ def test_a_copy_without_records_is_verified_by_its_tensors(tmp_path: Path, witho
     apart = numbered(training).save(tmp_path / "y.pt")
     with pytest.raises(TargetError, match="on top of each other"):
         reshard_mpi.verify(apart, copy)
+
+
+@pytest.mark.parametrize("dtype", few(1, ["model.*=fp16", "fp16", "model.*=fp32"]))
+def test_weights_of_another_type_are_made_of_their_copies(tmp_path: Path, dtype: str) -> None:
+    """Megatron makes them so when it goes on, and the target is read again."""
+    training, new = Training(SHAPES), np.float32 if "fp32" in dtype else np.float16
+    source, out = training.save(tmp_path / "x.pt"), tmp_path / "out"
+    reshard_mpi.transform(source, out, to="megatron", dtype=dtype, verify=True)
+    if not dtype.startswith("model"):
+        for kind in ("exp_avg", "exp_avg_sq"):
+            training.state[kind] = {key: own.astype(new) for key, own in training.state[kind].items()}
+    training.weights = {key: own.astype(new) for key, own in training.state["fp32_param"].items()}
+    require_tensors(out, training.expected())
+    reshard_mpi.verify(source, out)
+    shutil.rmtree(out / ".reshard_mpi")
+    reshard_mpi.verify(source, out, dtype=dtype)
+    reshard_mpi.transform(out, tmp_path / "again", to="torch", verify=True)
+
+
+def test_weights_that_are_not_their_copies_rounded_are_refused(tmp_path: Path) -> None:
+    training = Training(SHAPES)
+    key = "decoder.final_layernorm.weight"
+    training.weights[key][2] += 1
+    source = training.save(tmp_path / "x.pt")
+    with pytest.raises(ReshardError, match="not what Megatron would make of their copy"):
+        reshard_mpi.transform(source, tmp_path / "out", to="megatron")
+    assert not (tmp_path / "out").exists()
+    reshard_mpi.transform(source, tmp_path / "out", to="megatron", exclude=["*.fp32_param"])
+    training.state["fp32_param"] = {name: own.astype(np.float32) for name, own in training.weights.items()}
+    require_tensors(tmp_path / "out", training.expected())
+
+
+@pytest.mark.parametrize("what", few(1, ["a layer", "an expert"]))
+def test_an_optimizer_of_some_layers_or_experts_is_refused(tmp_path: Path, what: str) -> None:
+    """Their weights are put on top of each other, and Megatron finds no piece of the others' state."""
+    name = {"a layer": "{}.mlp", "an expert": "0.mlp.experts.local_experts.{}"}[what]
+    names = [f"decoder.layers.{name.format(number)}.linear_fc2.weight" for number in (0, 1)]
+    training = Training(dict.fromkeys(names, (4, 4)))
+    for own in training.state.values():
+        del own[names[1]]
+    with pytest.raises(TargetError, match="not what a checkpoint of Megatron is made of") as caught:
+        reshard_mpi.transform(training.save(tmp_path / "x.pt"), tmp_path / "out", to="megatron")
+    assert names[1] in str(caught.value)
+    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "out", to="megatron", exclude=["optimizer.*"])

@@ -20,7 +20,7 @@ from reshard_mpi.formats.megatron.layers import EXPERTS, ModulePlaces, NamedChun
 from reshard_mpi.formats.megatron.training_tree import FP32
 from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
 from reshard_mpi.formats.nest.nodes import MODEL, ORDERED_DICT, Call, Dict, NestError, NestTensor, Value
-from reshard_mpi.formats.protocol import Packed, PackingOptions, Part
+from reshard_mpi.formats.protocol import Packed, PackingOptions, Part, SameParts
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import KIB, shortened
@@ -79,9 +79,8 @@ def packed(
     model = root.get("model")
     kinds = {key: tensors[name] for key, name in found.weights.items()}
     places = stacked(kinds, _args(root))
-    weights = found.weights.items()
-    chunks = [part for key, name in weights for part in _chunks("", places[key], name, tensors[name].shape)]
-    chunks += _state(found, places, tensors)
+    _require_trained_together(found, places)
+    chunks = [*_weights(found, places, tensors, own_types), *_state(found, places, tensors)]
     extra = _extra_values(model, ModulePlaces(places)) if type(model) is Dict else {}
     extra_tensors = dict(_extra_tensors(found, ModulePlaces(places), tensors))
     if not extra and not extra_tensors:
@@ -101,14 +100,16 @@ def packed(
         )
     kept = Dict(["release", release, "values", common.values, "extra", Dict.of(extra.items())])
     kept.flat += ["extra_tensors", Dict.of(extra_tensors.items()), "step", counters[0] if counters else None]
+    files = _filled([*held, *chunks], tensors, options.most_file_bytes)
     return Packed(
         f"iter_{common.iteration:07d}",
-        _filled([*held, *chunks], tensors, options.most_file_bytes),
+        files,
         {COMMON: _text(kept)},
         [tuple(counters)],
         tuple(found.others),
         common.notes,
         only_first=True,
+        compared=[[*_copies_in(own, found, tensors, own_types)] for own in files],
     )
 
 
@@ -194,6 +195,62 @@ def _not_held(expected: str, got: str) -> TargetError:
         remedy="convert a checkpoint of Megatron, take another one through a map (--map), or leave the optimizer out"
         " (--exclude 'optimizer.*')",
     )
+
+
+def _require_trained_together(found: _SortedTensors, places: Mapping[str, StackedPlace]) -> None:
+    """Raise TargetError if the optimizer has only some of the layers or experts that are put on top of each other."""
+    trained = found.trained
+    with_state = {places[key].key for key in trained}
+    lacking = next((key for key, own in places.items() if own.key in with_state and key not in trained), None)
+    if lacking is not None:
+        raise _not_held(f"an optimizer that trains all of {places[lacking].key!r}, or none", f"no state of {lacking!r}")
+
+
+def _weights(
+    found: _SortedTensors,
+    places: Mapping[str, StackedPlace],
+    tensors: Mapping[str, TensorType],
+    own_types: Mapping[str, DType],
+) -> Iterator[Part]:
+    """Yield the chunks of weights. With another type (`--dtype`) they are their copies in float32, rounded."""
+    copies = found.state.get(FP32, {})
+    for key, name in found.weights.items():
+        source, dtype = _origin(key, name, copies, tensors, own_types)
+        yield from _chunks("", places[key], source, tensors[name].shape, dtype)
+
+
+def _origin(
+    key: str,
+    name: str,
+    copies: Mapping[str, str],
+    tensors: Mapping[str, TensorType],
+    own_types: Mapping[str, DType],
+) -> tuple[str, str]:
+    """Return the tensor that a weight is made of, and the type that it is rounded to; empty: its own."""
+    return (copies[key], tensors[name].dtype.name) if name in own_types and key in copies else (name, "")
+
+
+def _copies_in(
+    parts: Iterable[Part], found: _SortedTensors, tensors: Mapping[str, TensorType], own_types: Mapping[str, DType]
+) -> Iterator[SameParts]:
+    """Yield the parts of weights whose copies in float32 are in a file, each with the copy rounded.
+
+    Megatron goes on from the copies, and makes the weights of these.
+    """
+    key_of = {copy: key for key, copy in found.state.get(FP32, {}).items()}
+    for part in parts:
+        key = key_of.get(part.source)
+        if key is None or not part.name.startswith(f"{_STATE}param."):
+            continue
+        weight = found.weights[key]
+        dtype = own_types.get(weight, tensors[weight].dtype).name
+        yield SameParts(
+            part._replace(source=weight, dtype=dtype),
+            part._replace(dtype=dtype),
+            f"the weights of {key!r} are not what Megatron would make of their copy in float32",
+            f"leave the copy out (--exclude '{part.source}', or '*.{FP32}' for all) to go on from these weights, or"
+            " change both in the source",
+        )
 
 
 def _state(
@@ -310,16 +367,19 @@ def as_read(
             got=f"no record, and {numbered!r}, which is a part of {places[numbered].key!r}",
             remedy="verify the folder that was written, with its .reshard_mpi",
         )
-    parts = [*_parts_as_read(found, tensors)]
+    parts = [*_parts_as_read(found, tensors, own_types)]
     taken = {part.source for part in parts}
     return Packed("", [parts], {}, left_out=tuple(name for name in tensors if name not in taken))
 
 
-def _parts_as_read(found: _SortedTensors, tensors: Mapping[str, TensorType]) -> Iterator[Part]:
+def _parts_as_read(
+    found: _SortedTensors, tensors: Mapping[str, TensorType], own_types: Mapping[str, DType]
+) -> Iterator[Part]:
     """Yield whole tensors under the names that reading gives them."""
-    for key, name in (found.weights | found.extra).items():
-        yield Part(MODEL + key, name, Box.whole(tensors[name].shape))
     copies = found.state.get(FP32, {})
+    for key, name in (found.weights | found.extra).items():
+        source, dtype = _origin(key, name, copies, tensors, own_types)
+        yield Part(MODEL + key, source, Box.whole(tensors[name].shape), dtype)
     for key in found.trained:
         weight, name = found.weights[key], copies.get(key, found.weights[key])
         if tensors[weight].dtype.name != _FLOAT32:
