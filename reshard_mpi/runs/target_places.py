@@ -186,7 +186,8 @@ def lying_beside(
     marks = (folder / name for name in formats.marks_in(str(folder)) if name not in index_files)
     pointers = (folder / name for name in pointers_in(str(folder)) if name not in index_files)  # which readers follow
     lying = (*marks, *pointers, *_shards_beside(folder, format_name, targets, own_paths))
-    return [path for path in dict.fromkeys(lying) if path not in targets]
+    own = targets.union(folder / name for name in index_files)
+    return [path for path in dict.fromkeys(lying) if path not in own]
 
 
 def _shards_beside(

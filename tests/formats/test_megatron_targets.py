@@ -707,3 +707,32 @@ def test_an_optimizer_of_some_layers_or_experts_is_refused(tmp_path: Path, what:
         reshard_mpi.transform(training.save(tmp_path / "x.pt"), tmp_path / "out", to="megatron")
     assert names[1] in str(caught.value)
     reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "out", to="megatron", exclude=["optimizer.*"])
+
+
+@pytest.mark.parametrize("version", ["0.15", "0.18", "0.19"])
+def test_a_complete_target_is_skipped_or_replaced(tmp_path: Path, version: str) -> None:
+    """Its own `common.pt` is no file of others, whichever release has made it."""
+    source, out = Training(SHAPES).save(tmp_path / "x.pt"), tmp_path / "out"
+    how: dict[str, Any] = {"to": "megatron", "core_version": version}
+    reshard_mpi.transform(source, out, **how)
+    files = {path: path.read_bytes() for path in out.glob("iter*/*")}
+    with pytest.raises(TargetError, match="is there already"):
+        reshard_mpi.transform(source, out, **how)
+    for again in ({"resume": True}, {"overwrite": True}):
+        reshard_mpi.transform(source, out, **how, **again)
+        assert {path: path.read_bytes() for path in out.glob("iter*/*")} == files
+    for other in ("0.19", "0.18"):
+        reshard_mpi.transform(source, out, to="megatron", core_version=other, overwrite=True)
+        assert (out / "iter_0000003/common.pt").exists() is (other == "0.18")
+        require_tensors(out, Training(SHAPES).expected())
+
+
+@pytest.mark.parametrize("name", ["common.pt", ".metadata", "metadata.json"])
+def test_an_index_of_others_stays(tmp_path: Path, name: str) -> None:
+    source, other = Training(SHAPES).save(tmp_path / "x.pt"), tmp_path / "out/iter_0000003" / name
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"other")
+    for again in ({}, {"resume": True}):
+        with pytest.raises(TargetError, match="an index that is not known"):
+            reshard_mpi.transform(source, tmp_path / "out", to="megatron", core_version="0.18", **again)
+        assert other.read_bytes() == b"other"
