@@ -111,6 +111,8 @@ def applied_to_file(
         try:
             return _mapped(rules, choice, inventory, source, own, forward, own_like, is_below=is_below)
         except MapError as error:
+            if takes_any and not isinstance(error, UnfitMapError):
+                raise  # it would fit other names as well, and make something else of them
             errors.append(error)
     errors = errors if takes_any else errors[::-1]  # first what the names of the model say
     raise next((error for error in errors if not isinstance(error, UnfitMapError)), errors[0])

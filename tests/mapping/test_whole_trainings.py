@@ -77,6 +77,21 @@ def test_a_map_that_fits_neither_says_the_names_below(tmp_path: Path) -> None:
         converted(tmp_path, training(), map="model.layer.{l}.q.weight <=> decoder.{l}.query", to="torch")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"exclude": "optimizer.state.lm_head.weight.*"},
+        {"include": "net.model.*"},
+        {"dtype": "optimizer.state.lm_head.weight.exp_avg=bf16"},
+    ],
+)
+def test_a_pattern_that_matches_nothing_makes_no_other_map(tmp_path: Path, options: dict[str, str]) -> None:
+    """A map that takes any name fits all names of the file as well, and would rename the model's dictionary."""
+    with pytest.raises(MapError, match="matches no"):
+        converted(tmp_path, training(), map="{p*} <=> net.{p*}", forward=True, **options)
+    assert not (tmp_path / "dst").exists()
+
+
 def test_the_map_that_is_a_part_of_a_training_by_numbers_stays_so(tmp_path: Path) -> None:
     """Numbers go by the order of names in the file, below which a map begins only with `like`."""
     numbered = training()
