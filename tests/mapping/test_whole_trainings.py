@@ -92,6 +92,26 @@ def test_a_pattern_that_matches_nothing_makes_no_other_map(tmp_path: Path, optio
     assert not (tmp_path / "dst").exists()
 
 
+def test_a_refusal_is_no_reason_to_take_other_names(tmp_path: Path) -> None:
+    """Among all names of the file the optional entry would apply nowhere, and be left out without a word."""
+    fusing = tmp_path / "fusing.toml"
+    fusing.write_text(
+        '[[map]]\neq = "q.w [x y], k.w [x y] <=> qk.w [(x + x) y]"\noptional = true\n[[map]]\neq = "{p*} <=> net.{p*}"\n'
+    )
+    weights = {name: np.full((2, 3), value, np.float32) for value, name in enumerate(("q.w", "k.w", "n.w"))}
+    state = {name: {"exp_avg": tensor(array)} for name, array in weights.items()}
+    groups = [{"lr": 0.1, "params": ["q.w", "n.w"]}, {"lr": 0.2, "params": ["k.w"]}]
+    source = {
+        "model": {name: tensor(array) for name, array in weights.items()},
+        "optimizer": {"state": state, "param_groups": groups},
+    }
+    with pytest.raises(MapError, match="treats differently"):
+        converted(tmp_path, source, map=fusing, forward=True)
+    groups[1]["lr"] = 0.1
+    groups[0]["params"], groups[1]["params"] = ["q.w", "k.w"], ["n.w"]
+    assert {"model.qk.w", "model.net.n.w"} <= held(converted(tmp_path, source, map=fusing, forward=True)).keys()
+
+
 def test_the_map_that_is_a_part_of_a_training_by_numbers_stays_so(tmp_path: Path) -> None:
     """Numbers go by the order of names in the file, below which a map begins only with `like`."""
     numbered = training()
