@@ -96,7 +96,8 @@ def test_a_refusal_is_no_reason_to_take_other_names(tmp_path: Path) -> None:
     """Among all names of the file the optional entry would apply nowhere, and be left out without a word."""
     fusing = tmp_path / "fusing.toml"
     fusing.write_text(
-        '[[map]]\neq = "q.w [x y], k.w [x y] <=> qk.w [(x + x) y]"\noptional = true\n[[map]]\neq = "{p*} <=> net.{p*}"\n'
+        '[[map]]\neq = "q.w [x y], k.w [x y] <=> qk.w [(x + x) y]"\noptional = true\n'
+        '[[map]]\neq = "{p*} <=> net.{p*}"\n'
     )
     weights = {name: np.full((2, 3), value, np.float32) for value, name in enumerate(("q.w", "k.w", "n.w"))}
     state = {name: {"exp_avg": tensor(array)} for name, array in weights.items()}
