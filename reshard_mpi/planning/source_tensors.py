@@ -161,7 +161,7 @@ class SourceTensors:
         """
         group = self._group_by_name.get(name)
         if group is None:
-            placements = self._placements(name)
+            placements = self._strategy.of_every_name or self._placements(name)  # there may be very many
             has_whole_sums = is_partial_sum(name) and self._is_whole_sum(name, placements)
             key = (id(placements), self._signatures[name], has_whole_sums)
             group = self._groups.get(key)

@@ -67,7 +67,7 @@ class TargetLayouts:
         """Return how this target rank holds a tensor; None if it does not."""
         if self._unlisted is Unlisted.DROP and is_dropped(self._strategy, name, self._tensors):
             return None
-        placements = self.placements(name)
+        placements = self._strategy.of_every_name or self.placements(name)  # there may be very many
         key = (group, id(placements))
         if key not in self._layouts:
             self._layouts[key] = self._placed(name, group, placements)

@@ -164,6 +164,8 @@ _USUAL_ENTRY = re.compile(
     r',"([^"\\\x00-\x1f]++)":\{"dtype":"([A-Z0-9_]++","shape":\[[0-9,]*+)\]'
     r',"data_offsets":\[(0|[1-9][0-9]{0,17}+),(0|[1-9][0-9]{0,17}+)\]\}(?=[,}])'
 )
+# The number and size of a kind that is not known yet: no tensor has such a size.
+_NO_KIND: tuple[int, int | None] = -1, None
 # Of a string as it is written: it takes up to twelve times as much memory while it is read.
 MAX_STRING_BYTES = structure.MAX_STRING_BYTES // 2
 
@@ -229,13 +231,13 @@ class _HeaderReading:
         names, kinds = self._tensors.index_by_name, self._kinds_as_written
         data_bytes, base = self._data_bytes, self._header.end
         add_kind, add_start, add_end = self._tensors.kind_ids.append, self._tensors.offsets.append, self._ends.append
+        memory_of = structure.kept_bytes
         for entry in self._header.matches(_USUAL_ENTRY):
             name, kind, begin_text, end_text = entry.groups()
-            begin, end = int(begin_text), int(end_text)
-            kept_bytes = self._kept_bytes + structure.kept_bytes(name)
+            begin, end, (number, size_bytes) = int(begin_text), int(end_text), kinds.get(kind, _NO_KIND)
+            kept_bytes = self._kept_bytes + memory_of(name)
             if (
-                kind not in kinds
-                or end - begin != kinds[kind][1]
+                end - begin != size_bytes
                 or end > data_bytes
                 or name in names
                 or name == METADATA
@@ -246,7 +248,7 @@ class _HeaderReading:
                 break
             self._kept_bytes = kept_bytes
             names[sys.intern(name)] = len(names)
-            add_kind(kinds[kind][0])
+            add_kind(number)
             add_start(base + begin)
             add_end(base + end)
 
