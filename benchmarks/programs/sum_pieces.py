@@ -12,6 +12,7 @@ import time
 from reshard_mpi import formats
 from reshard_mpi.engine.checksums import sum_tensors
 from reshard_mpi.formats.manifest import TensorSpec
+from reshard_mpi.planning.chunk_reads import held_tensor
 from reshard_mpi.runs.plan_conversion import LIMITS
 from reshard_mpi.sharding.box import Box
 
@@ -22,7 +23,8 @@ def main(path: str, place: str) -> None:
     ((name, entry),) = shard.tensors.items()
     begin = time.perf_counter()
     specs = [TensorSpec(name, entry.dtype, shape, Box(start, stop))]
-    list(sum_tensors(specs, shard, limits=LIMITS, on_bytes=lambda _: None))
+    held = (held_tensor(spec, shard) for spec in specs)
+    list(sum_tensors(held, limits=LIMITS, on_bytes=lambda _: None))
     print(json.dumps({"seconds": time.perf_counter() - begin}))
 
 
