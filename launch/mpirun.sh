@@ -47,9 +47,12 @@ esac
 mkdir -p "$logs" || exit
 echo "mpirun.sh: what every rank says is under $logs" >&2
 # In the background, so that a signal to this script is passed on at once, and its end waited for.
+# One that comes before there is a job is passed on as soon as there is.
+job='' stopped=''
+trap 'if [ -z "$job" ]; then stopped=1; else kill -TERM "$job"; fi' TERM INT
 "${mpirun[@]}" -n "$ranks" reshard-mpi transform --resume --verbose "$@" &
 job=$!
-trap 'kill -TERM "$job"' TERM INT
+[ -z "$stopped" ] || kill -TERM "$job"
 while wait "$job"; code=$?; kill -0 "$job" 2>/dev/null; do :; done
 
 # Open MPI 4 has shown it all along; with the others only the file has what rank 0 says for all.

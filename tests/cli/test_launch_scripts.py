@@ -221,7 +221,8 @@ def logs_by_rank(folder: Path) -> dict[str, str]:
     return logs
 
 
-def test_a_signal_reaches_mpirun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["at once", "before the job is known"])
+def test_a_signal_reaches_mpirun(tmp_path: Path, when: str) -> None:
     """The script stays until mpirun has ended, however long that takes."""
     make_program(
         tmp_path,
@@ -229,7 +230,10 @@ def test_a_signal_reaches_mpirun(tmp_path: Path) -> None:
         'if [ "$1" = --version ]; then echo HYDRA; exit; fi\n'
         "trap 'sleep 0.3; echo cleaned up; exit 143' TERM\nkill -TERM \"$PPID\"\nwhile :; do sleep 0.05; done",
     )
-    finished = launch("mpirun.sh", "2", "SRC", "DST", env=with_programs(tmp_path), cwd=tmp_path)
+    slow = tmp_path / "slow"
+    slow.write_text("trap 'case $BASH_COMMAND in job=*!) sleep 0.3 ;; esac' DEBUG\n" if when != "at once" else "")
+    env = {**with_programs(tmp_path), "BASH_ENV": str(slow)}
+    finished = launch("mpirun.sh", "2", "SRC", "DST", env=env, cwd=tmp_path)
     assert finished.code == 143 and "cleaned up" in finished.out, finished
 
 
