@@ -229,13 +229,21 @@ def in_order_of_modules(parameters: Mapping[str, int], before: Mapping[str, int]
         parameters: in the order of what they are made of, with the places of their groups.
         before: the same of the source.
     """
+    new_by_group, old_by_group = _by_group(parameters), _by_group(before)
     ordered: dict[int, Iterator[str]] = {}
-    for place in {*parameters.values()}:
-        names, old = ([name for name, own in each.items() if own == place] for each in (parameters, before))
+    for place, names in new_by_group.items():
+        old = old_by_group.get(place, [])
         is_shallow = all(name.count(".") < _MOST_MODULES for name in (*names, *old))
         is_ordered = names != old and is_shallow and _through_modules(old, ()) == old
         ordered[place] = iter(_through_modules(names, old) if is_ordered else names)
     return {next(ordered[place]): place for place in parameters.values()}
+
+
+def _by_group(parameters: Mapping[str, int]) -> dict[int, list[str]]:
+    by_group: dict[int, list[str]] = {}
+    for name, place in parameters.items():
+        by_group.setdefault(place, []).append(name)
+    return by_group
 
 
 def _through_modules(names: Sequence[str], before: Sequence[str]) -> list[str]:
@@ -261,6 +269,7 @@ def _by_module(names: Sequence[str]) -> dict[tuple[str, str], list[str]]:
 
 
 def _sorted(keys: Sequence[tuple[str, str]], known: Mapping[tuple[str, str], object]) -> list[tuple[str, str]]:
+    """Return keys of `_by_module` as known ones come, if all are known; else the numbered ones by their numbers."""
     if all(key in known for key in keys):
         chosen = {*keys}
         return [key for key in known if key in chosen]

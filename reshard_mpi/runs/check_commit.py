@@ -112,8 +112,8 @@ def committed_sums(files: ShardFiles) -> Mapping[str, str]:
 
     Of a format that packs it has sums of the parts of tensors in files instead.
     """
-    record = None if formats.info(files.format).packs else commit_about(files)
-    return {} if record is None else record.sums
+    record = commit_about(files)
+    return {} if record is None or formats.info(record.run.format).packs else record.sums
 
 
 def committed_digests(files: ShardFiles) -> Mapping[str, str]:

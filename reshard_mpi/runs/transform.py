@@ -219,7 +219,7 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
     record = plans.run.source_commit
     if record is None:
         return
-    digests = committed_digests(source.files)
+    digests = committed_digests(source.files) if record.besides else {}
     require_as_committed_besides(source.files, [*digests.items()][comm.rank :: comm.size])
     needed = committed_tensors(record, source, plans.run.conversion.needs)
     mine = needed[comm.rank :: comm.size]
