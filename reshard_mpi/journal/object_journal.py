@@ -44,7 +44,7 @@ from reshard_mpi.journal.record_files import (
     run_path,
     upload_path,
 )
-from reshard_mpi.journal.run_records import RunIdentity, keep_strategy, strategy_of_run
+from reshard_mpi.journal.run_records import RunIdentity
 from reshard_mpi.journal.staged_parts import Begin, StagedParts
 from reshard_mpi.journal.target_folders import uncommit
 from reshard_mpi.journal.target_journal import Journal
@@ -236,8 +236,8 @@ class ObjectJournal(Journal):
                 remove_leftovers(folder, state, self.identity)
             if earlier is not None or self._is_single_writer:
                 object_folders.put(place, content, instead_of=None if self._is_single_writer else earlier)
-        if self._strategy is not None and strategy_of_run(self.folder, self.identity.digest) is None:
-            keep_strategy(state, self.identity.digest, self._strategy())
+        if self._is_begun():
+            self._keep_strategy(state)
         self.check()
 
     def _require_begun(self) -> None:

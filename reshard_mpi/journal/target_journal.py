@@ -228,13 +228,16 @@ class Journal:
                     is_new = True
                     uncommit(folder, (*leftover_index(self.folder, self.identity), *self._index_files))
                     remove_leftovers(folder, state, self.identity)
-                if self._strategy is not None and (
-                    is_new or strategy_of_run(self.folder, self.identity.digest) is None
-                ):
-                    keep_strategy(state, self.identity.digest, self._strategy())
+                if is_new or self._is_begun():
+                    self._keep_strategy(state)
                 if is_new:
                     publish_text(state, run.name, self.identity.as_text())
         self.check()
+
+    def _keep_strategy(self, state: Folder) -> None:
+        """Record how the targets are cut, unless they say it themselves or the record is there."""
+        if self._strategy is not None and strategy_of_run(self.folder, self.identity.digest) is None:
+            keep_strategy(state, self.identity.digest, self._strategy())
 
     @contextlib.contextmanager
     def writing(

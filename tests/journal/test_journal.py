@@ -771,6 +771,18 @@ def test_a_file_system_that_does_not_say_what_lies_there(
                 state.is_done(0, path)
 
 
+def test_a_run_that_is_refused_leaves_the_strategy_of_the_other(tmp_path: Path) -> None:
+    """Another run begins between its look at the folder, which is empty, and its own beginning."""
+    identities = [RunIdentity({**FACTS, "dst_strategy": digest}) for digest in ("0a", "0b")]
+    first, other = (
+        Journal(tmp_path, identity, resume=True, overwrite=False, strategy=lambda: "ours") for identity in identities
+    )
+    other.check()
+    first.begin()
+    refused(other.begin)
+    assert strategy_of_run(tmp_path, identities[0].digest) == ("ours", str(tmp_path / STATE / "strategy.json"))
+
+
 def test_the_strategy_of_an_overwriting_run_that_was_killed_is_replaced(tmp_path: Path) -> None:
     """It lies beside `run.json` of the run before, which goes on."""
     identity = RunIdentity(FACTS)

@@ -14,6 +14,10 @@ from support.examples import few
 from support.launch import MPI
 from support.object_servers import Bucket, delete, download, forget, names, objects, put, uploads
 
+from reshard_mpi.errors import TargetError
+from reshard_mpi.journal.object_journal import ObjectJournal
+from reshard_mpi.journal.run_records import RunIdentity, strategy_of_run
+
 TARGETS = ["rank_0/checkpoint_0.ckpt", "rank_1/checkpoint_1.ckpt"]
 STATE = [f".reshard_mpi/{name}.json" for name in ("committed", "rank_0", "rank_1", "run", "strategy")]
 
@@ -115,6 +119,27 @@ def test_another_run_in_the_same_place(moto: Bucket, c: Conversion) -> None:
     for place in (c, at(c, moto / "out")):
         place.done("transform", "--overwrite")
     assert_as_local(c, moto, "notes.txt")
+
+
+def test_a_run_that_is_refused_leaves_the_strategy_of_the_other(moto: Bucket) -> None:
+    """Another run begins between its look at the prefix, where nothing lies, and its own beginning."""
+    first, other = (
+        ObjectJournal(
+            Path(moto / "out"),
+            RunIdentity({"format": "ckpt", "dst_strategy": digest}),
+            resume=True,
+            overwrite=False,
+            strategy=lambda: "ours",
+        )
+        for digest in ("0a", "0b")
+    )
+    other.check()
+    first.begin()
+    forget()
+    with pytest.raises(TargetError, match="another run"):
+        other.begin()
+    forget()
+    assert strategy_of_run(first.folder, first.identity.digest) is not None
 
 
 @pytest.mark.parametrize(
