@@ -123,7 +123,7 @@ class _CandidateRanks:
         self._trusting = True
 
     def begin_anew(self) -> None:
-        """From now on, if any shard has been lost, trust none that has not been opened."""
+        """After the first loss, count a shard as available only once it has been opened."""
         self._trusting = not self.lost
 
     def __contains__(self, rank: object) -> bool:

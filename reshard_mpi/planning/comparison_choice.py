@@ -57,8 +57,7 @@ class ReplicaGroup(NamedTuple):
     why: str  # what a difference would mean
     itemsize_bytes: int  # of an element
     listed: bool = True  # whether the source strategy lists the tensors
-    # instead, no two copies must be the same, unless they are zeros; why: what it would mean if they were
-    expect_distinct: bool = False
+    expect_distinct: bool = False  # instead, all copies must differ, but for zeros; `why`: what it means if not
     is_partial: bool = False  # whether each may be a part of a sum, so that one does not stand for the others
 
     @property

@@ -32,7 +32,7 @@ from reshard_mpi.text import MIB, format_bytes, one_line
 BASE_BYTES = 43 * MIB
 # What MPI adds, as measured with MPICH and Open MPI.
 MPI_BYTES = 18 * MIB
-# The same as the first, forked from a process that has loaded them.
+# A worker that is forked from such an interpreter, without the pages that both share.
 WORKER_BYTES = 34 * MIB
 # The part of that which any program that calls the functions has already.
 _CALLER_BYTES = 22 * MIB

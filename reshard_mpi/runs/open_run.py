@@ -46,10 +46,8 @@ class Run(NamedTuple):
     format: str
     targets: tuple[int, ...]
     strategies: Strategies
-    # of the map that tensors are taken through, its configuration, and the checkpoint that the target is to be like, by
-    # the names of the options
-    map_digests: Mapping[str, str]
-    # what the whole tensors of the source are held against; None: nothing, or its shards have records with sums
+    map_digests: Mapping[str, str]  # by the name of the option: of the map, its configuration and the --like checkpoint
+    # The commit whose sums check the source's whole tensors. None: it has none, or each shard has a record with sums.
     source_commit: CommitRecord | None
 
     def path(self, target_rank: int) -> Path:

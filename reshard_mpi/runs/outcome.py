@@ -39,9 +39,8 @@ class TargetReport(NamedTuple):
     store_copied_bytes: int = 0  # of the target, copied by an object store from its sources, and neither read nor sent
     mapped_bytes: int = 0  # mapped of them
     seconds: float = 0.0  # for all that was done for it, and for targets that were written side by side with it
-    # of these, for moving bytes; waited_seconds: for waiting for memory; each the longest of any process
-    engine_seconds: float = 0.0
-    waited_seconds: float = 0.0
+    engine_seconds: float = 0.0  # of these, for moving bytes, in the process that took longest
+    waited_seconds: float = 0.0  # of these, for waiting for memory, in the process that waited longest
     leased_bytes: int = 0  # memory that each process had asked for
     process: int = 0  # which process of the run led the target
     processes: int = 0  # how many filled it
@@ -308,7 +307,7 @@ def raise_first_failure(outcomes: Sequence[Outcome], comm: Comm) -> None:
 
 
 def agreed(begin: Callable[[], T], comm: Comm) -> T:
-    """Do as `together`, but return only what `begin` returns here, and name no process in an error."""
+    """Run `begin` in every process, and return the result of this one; an error of any is raised in all."""
     done = attempt(lambda: (begin(),), comm)
     for outcome in comm.allgather(done if isinstance(done, Outcome) else Outcome()):
         for failure in outcome.failures:

@@ -63,8 +63,7 @@ class Conversion:
     Args:
         keeps_strings: whether the target format has a place for strings.
         keeps_strategy: whether it has one for how the whole checkpoint is sharded.
-        once: whether the files of all targets make up one checkpoint, so that a piece that several ranks hold is
-            written by one of them.
+        once: whether each piece is written by one target only, since the files of all make up one checkpoint.
         new_names: of the tensors of targets, by those in the source; None: the same.
     """
 

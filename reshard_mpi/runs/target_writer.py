@@ -241,7 +241,7 @@ class Writer:
         return self._format.reserve(publication.descriptor, str(publication.partial), shard)
 
     def _choose_place(self, publication: Publication, plan: RankPlan) -> None:
-        """Keep a target on the disk until it is sent if axes change places in it: all its parts are filled at once."""
+        """Write a transposed target to the disk before it is sent: its parts are complete only when all are filled."""
         from reshard_mpi.engine.shard_transfer import is_transposed
         from reshard_mpi.journal.object_journal import ObjectPublication
 
