@@ -74,10 +74,7 @@ def drifted_tensors(
     not known, ShardError if a shard that differs from another does not fit its own checksum. Shards that cannot be read
     are passed over.
     """
-    strategy = source.strategy
-    if strategy.world_size == 1:
-        return NO_DRIFT
-    drift = NO_DRIFT
+    strategy, drift = source.strategy, NO_DRIFT
     sampler = Sampler(strategy, is_wanted)
     with Files() as files:
         excerpts = _Excerpts(files)
@@ -162,17 +159,16 @@ def _require_homes(source: SourceCheckpoint, strays: Iterable[Sampled], pair: Ra
             raise unexpected_stage_error(name, home_stage, source.strategy, (home.path, shard.path))
 
 
-def require_one_of_stages(source: SourceCheckpoint, differing: Iterable[Differing]) -> None:
-    """Raise StrategyError if stages hold different tensors of one name that no strategy lists, and no small values.
+def require_one_of_stages(source: SourceCheckpoint, tensor: Differing) -> None:
+    """Raise StrategyError if stages hold different tensors of a name that no strategy lists, and no small values.
 
     Args:
-        differing: what targets take from one rank of several.
+        tensor: one that targets take from one rank of several.
     """
-    for tensor in differing:
-        first, other = tensor.ranks[0], rank_of_another_stage(source, tensor)
-        if other is not None:
-            paths = source.manifest(first).path, source.manifest(other).path
-            raise unexpected_stage_error(tensor.name, source.strategy.stage_of(first), source.strategy, paths)
+    first, other = tensor.ranks[0], rank_of_another_stage(source, tensor)
+    if other is not None:
+        paths = source.manifest(first).path, source.manifest(other).path
+        raise unexpected_stage_error(tensor.name, source.strategy.stage_of(first), source.strategy, paths)
 
 
 def rank_of_another_stage(source: SourceCheckpoint, tensor: Differing) -> int | None:

@@ -264,7 +264,8 @@ class Conversion:
         Where each rank keeps its own of what no strategy lists, that may differ.
 
         Args:
-            needs: tells which tensors are looked at, of those that targets have. With `replicas` ANY nothing is read.
+            needs: tells which tensors are looked at, of those that targets have. Of one rank, and with `replicas` ANY,
+                nothing is read.
 
         Raises what `compare_samples.drifted_tensors` raises.
         """
@@ -276,7 +277,7 @@ class Conversion:
                 processes=processes,
                 needs=self.view.needs,
             )
-        if self.policy.replicas is Replicas.ANY:
+        if self.policy.replicas is Replicas.ANY or self.source.strategy.world_size == 1:
             return NO_DRIFT
         quantization = self.source.quantization
         own = frozenset[str]() if quantization is None else quantization.shapes
@@ -298,7 +299,8 @@ class Conversion:
             differing: what targets take from one rank of several.
         """
         if self.policy.unlisted is not Unlisted.REPLICATE and self.policy.replicas is not Replicas.ANY:
-            require_one_of_stages(self.source, differing)
+            for tensor in differing:
+                require_one_of_stages(self.source, tensor)
 
     @property
     def _keeps_each_ranks_own(self) -> bool:
