@@ -34,7 +34,7 @@ from reshard_mpi.cli.output import (
 from reshard_mpi.errors import DamageError, DifferenceError, ReshardError, UsageError, told
 from reshard_mpi.processes import comm
 from reshard_mpi.processes.host import ONE_THREAD
-from reshard_mpi.processes.leases import finish
+from reshard_mpi.processes.leases import finish, host_state
 from reshard_mpi.processes.signals import (
     INTERRUPTED,
     Terminated,
@@ -43,12 +43,11 @@ from reshard_mpi.processes.signals import (
     require_stack,
     stopped_by,
 )
-from reshard_mpi.runs.progress import say
+from reshard_mpi.runs.progress import Progress, Words, complain, say
 from reshard_mpi.text import counted, format_bytes, lines, one_line
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.outcome import Outcome
-    from reshard_mpi.runs.progress import Progress
     from reshard_mpi.runs.request import Request, Task
 
 
@@ -140,8 +139,6 @@ def _run(work: Task, options: argparse.Namespace, group: comm.Comm) -> Outcome:
 
 def _shown(options: argparse.Namespace, group: comm.Comm) -> AbstractContextManager[Progress]:
     """Show progress, as the user wants it, within this context. All processes of `group` must enter and leave it."""
-    from reshard_mpi.runs.progress import Progress, Words, complain
-
     if options.quiet:
         return nullcontext(Progress(Words(lambda _: None)))
     if options.progress == "none":
@@ -349,7 +346,6 @@ def _finds(work: Task, what: str, options: argparse.Namespace, sound: Callable[[
 
 def _governor(options: argparse.Namespace) -> None:
     from reshard_mpi.processes.governor import Allowance
-    from reshard_mpi.processes.leases import host_state
 
     state = host_state(Allowance.of(None, None, os.environ), os.environ)
     show(json.dumps(state.as_json(), indent=1) if options.json else state.as_text())

@@ -46,7 +46,7 @@ from reshard_mpi.journal.run_records import (
 )
 from reshard_mpi.journal.target_folders import target_folder, uncommit
 from reshard_mpi.journal.target_journal import COMMIT_LOCK
-from reshard_mpi.journal.target_records import TargetRecord
+from reshard_mpi.journal.target_records import TargetRecord, sums_of_wholes
 from reshard_mpi.planning.shared_facts import differing_stages, require_one_checkpoint, require_same_names
 from reshard_mpi.planning.source_flaws import Differences, between_targets, difference_messages, without
 from reshard_mpi.text import natural_key, ranges
@@ -319,8 +319,6 @@ def _sums(records: Sequence[TargetRecord]) -> dict[str, int]:
     """
     if not all(record.is_verified for record in records):
         return {}
-    from reshard_mpi.journal.target_records import sums_of_wholes
-
     return dict(sums_of_wholes({record.rank: record.sums for record in records}))
 
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard_mpi.errors import ReshardError, UsageError, as_reshard_error
-from reshard_mpi.filesystem.paths import absolute_path, is_object_path
+from reshard_mpi.filesystem.paths import absolute_path, is_object_path, real_path, require_reachable
 from reshard_mpi.options import OPTIONS, PATH, TargetShare
 from reshard_mpi.planning.rank_choice import Accumulated, Replicas
 from reshard_mpi.processes.governor import Allowance
@@ -112,7 +112,6 @@ class Request(NamedTuple):
     def shard_files(self) -> ShardFiles:
         """Find the files of the source. Raises a ReshardError if they do not make up a checkpoint."""
         from reshard_mpi.checkpoints.discovery import find_shards, shards_from_map
-        from reshard_mpi.filesystem.paths import require_reachable
 
         if self.source_by_rank is not None:
             for path in self.source_by_rank.values():
@@ -148,7 +147,6 @@ class Request(NamedTuple):
         """The maps as they may be given from any folder: absolute paths, and equations as they are."""
         if not self.map:
             return ()
-        from reshard_mpi.filesystem.paths import real_path
         from reshard_mpi.mapping.map_file import map_path
 
         paths = ((name, map_path(name)) for name in self.map)

@@ -34,7 +34,7 @@ from reshard_mpi.pictures.figures import (
     sampled_targets,
     shown_dimensions,
 )
-from reshard_mpi.pictures.scene import files_as_shards
+from reshard_mpi.pictures.scene import files_as_shards, png_of, require_matplotlib, svg_of
 from reshard_mpi.planning.rank_choice import writer
 from reshard_mpi.planning.rank_plan import Group, RankPlan
 from reshard_mpi.planning.source_tensors import SourceGroup
@@ -356,8 +356,6 @@ def asked_pictures(path: str | None, tensors: Sequence[str]) -> Asked:
             got=f"{len(tensors)} tensors for {path}",
         )
     if ending == ".png":
-        from reshard_mpi.pictures.scene import require_matplotlib
-
         require_matplotlib()
     most_cuts = _MOST_CUTS if ending == ".html" else 0
     return Asked(tuple(dict.fromkeys(tensors)), most_cuts, _PNG_BYTES if ending == ".png" else _SVG_BYTES)
@@ -410,13 +408,7 @@ def _drawn(path: str, figures: Figures) -> bytes:
     from reshard_mpi.pictures.tensor_cuts import cut_scene
 
     scene = cut_scene(figures.cuts[0], figures) if figures.cuts else matrix_scene(figures)
-    if _ending(path) == ".svg":
-        from reshard_mpi.pictures.scene import svg_of
-
-        return svg_of(scene).encode()
-    from reshard_mpi.pictures.scene import png_of
-
-    return png_of(scene)
+    return svg_of(scene).encode() if _ending(path) == ".svg" else png_of(scene)
 
 
 def _ending(path: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard_mpi import formats
 from reshard_mpi.engine.open_files import Staging, sync_and_drop_cache
-from reshard_mpi.engine.shard_transfer import Span, last_of, write_shard
+from reshard_mpi.engine.shard_transfer import Span, is_transposed, last_of, write_shard
 from reshard_mpi.errors import ShardError, TransformError, told
 from reshard_mpi.filesystem.paths import is_object_path
 from reshard_mpi.filesystem.source_files import SourceFile
@@ -242,7 +242,6 @@ class Writer:
 
     def _choose_place(self, publication: Publication, plan: RankPlan) -> None:
         """Write a transposed target to the disk before it is sent: its parts are complete only when all are filled."""
-        from reshard_mpi.engine.shard_transfer import is_transposed
         from reshard_mpi.journal.object_journal import ObjectPublication
 
         assert isinstance(publication, ObjectPublication)
