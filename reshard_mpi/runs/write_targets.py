@@ -17,7 +17,7 @@ from reshard_mpi.errors import DisagreementError, TransformError
 from reshard_mpi.filesystem.folders import FileIdentity
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.publication import Publication, opened_partial
-from reshard_mpi.journal.target_records import TensorSum
+from reshard_mpi.journal.target_records import joined_sums
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Failure, Outcome, merge, record_of
@@ -196,7 +196,8 @@ class SharedTargets:
                 return Outcome(failures=failures)
             compared = [verified for part in parts for verified in part.verified if verified.rank == rank]
             plan, waited_seconds = self._writer.plan(rank)
-            self._writer.seal(led.publication, led.reserved.manifest(), _joined(compared, plan))
+            sums = joined_sums((share.sums for share in compared), plan.tensors.specs.names) if compared else ()
+            self._writer.seal(led.publication, led.reserved.manifest(), sums)
             waited_seconds += led.waited_seconds + max((share.waited_seconds for share in compared), default=0.0)
             return self._writer.finished(plan, led.begin, waited_seconds, filled)
 
@@ -251,12 +252,3 @@ def _require_planned_alike(plan: RankPlan, manifest: Manifest, source: str) -> N
             where=source,
             remedy="run the same command again when nothing writes to the source any more",
         )
-
-
-def _joined(parts: Sequence[ShareReport], plan: RankPlan) -> tuple[TensorSum, ...]:
-    """Return the sums of a target's tensors, joined from its parts' sums."""
-    if not parts:
-        return ()
-    from reshard_mpi.journal.target_records import joined_sums
-
-    return joined_sums((part.sums for part in parts), plan.tensors.specs.names)
