@@ -126,10 +126,6 @@ class ProcessLease:
     def _floor_bytes(self) -> int:
         return self._floor.size_bytes if self._floor is not None else 0
 
-    @property
-    def leased_bytes(self) -> int:
-        return self._floor_bytes + (self._lease.size_bytes if self._lease is not None else 0)
-
     def stay(self) -> None:
         """Never start over from now on, since something would be lost."""
         self._may_start_over = False

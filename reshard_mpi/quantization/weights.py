@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import pairwise
-from math import lcm
 from typing import NamedTuple
 
 from reshard_mpi.errors import LayoutError, StrategyError
@@ -47,11 +46,6 @@ class Scheme(NamedTuple):
     symmetric: bool = True  # whether there are no zero points; gptq stores them all the same
     act_order: bool = False  # whether an index says which group a column belongs to
     divides: bool = False  # whether the scale of the whole tensor divides (compressed-tensors' nvfp4)
-
-    @property
-    def per_word(self) -> int:
-        """How many elements are packed together in whole words of 32 bits."""
-        return lcm(32, self.bits) // self.bits
 
 
 class Relation(NamedTuple):
