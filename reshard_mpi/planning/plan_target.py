@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, StrategyError
-from reshard_mpi.formats.manifest import Manifest, ShardIdentity, apart_error
+from reshard_mpi.formats.manifest import ShardIdentity, apart_error
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.planning.comparison_choice import replicas_to_compare
 from reshard_mpi.planning.rank_choice import GradientShare, Replicas, choose_holders
@@ -25,7 +25,7 @@ from reshard_mpi.planning.source_flaws import UnusableShard, errors_text, named
 from reshard_mpi.planning.source_tensors import SourceGroup, TensorPart
 from reshard_mpi.planning.target_tensors import TargetTensors, TensorClass
 from reshard_mpi.sharding.placement import Piece, Placement
-from reshard_mpi.sharding.strategy import Strategy, Unlisted, everywhere, find_or_follow, named_after
+from reshard_mpi.sharding.strategy import Unlisted, everywhere, find_or_follow, named_after
 
 
 def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
@@ -174,7 +174,7 @@ def _read_groups(
         if rank not in held.group.ranks:
             rank = next((other for other in part.placement.holders(part.piece) if other in held.group.ranks), None)
         if rank is None:
-            return _missing_part_error(held.names[0], part, target.rank, target.manifests, target.lost)
+            return _missing_part_error(held.names[0], part, target)
         tensors = target.manifests[rank].tensors
         numbers = array("I", map(tensors.index_by_name.__getitem__, held.names))
         read_groups.append(ReadGroup(rank, part.box, part.region, tensors, numbers))
@@ -244,20 +244,22 @@ def _absent(target: TargetTensors) -> tuple[str, ...]:
     the checkpoint has no parameter at all that the target strategy lists.
     """
     absent = []
+    source = target.source_strategy
     for name in target.listed_here:
-        if name in target.tensors or not (
-            name in target.strategy.parameters or name in target.source_strategy.parameters
-        ):
+        if name in target.tensors or not (name in target.strategy.parameters or name in source.parameters):
             continue  # a name that only a rule gives need not be in the checkpoint
-        origins = find_or_follow(target.source_strategy, name, lambda _: True)
-        stages = {stage for origin in origins for stage in origin.stages}
-        if origins and not any(target.source_strategy.stage_of(rank) in stages for rank in target.manifests):
-            raise _stage_missing(name, origins, target.source_strategy, target.manifests, target.lost)
-        if target.lost:
-            wanted = [(held.names, held.group) for held in target.classes]
-            _require_never_saved(
-                name, origins, target.source_strategy, target.strategy, wanted, target.manifests, target.lost
+        origins = find_or_follow(source, name, lambda _: True)
+        stages = _stages(origins)
+        damaged = [shard for rank, shard in target.lost.items() if shard.problem and source.stage_of(rank) in stages]
+        if origins and not any(source.stage_of(rank) in stages for rank in target.manifests):
+            raise CoverageError(
+                f"no shard that should hold {name!r} is there",
+                expected=f"a shard of stage {origins[0].stages[0]} of the source",
+                got=f"shards of {_one_of(tuple(target.manifests))}" + (f"; {errors_text(damaged)}" if damaged else ""),
+                remedy="restore the shards of that stage",
             )
+        if damaged:
+            _require_never_saved(name, damaged, target)
         if name in target.strategy.parameters:
             absent.append(name)
     if absent and target.policy.strict:
@@ -283,80 +285,47 @@ def _stages(placements: tuple[Placement, ...]) -> tuple[int, ...]:
     return tuple(sorted({stage for placement in placements for stage in placement.stages}))
 
 
-def _missing_part_error(
-    name: str, part: TensorPart, target_rank: int, manifests: Mapping[int, Manifest], lost: Mapping[int, UnusableShard]
-) -> CoverageError:
+def _missing_part_error(name: str, part: TensorPart, target: TargetTensors) -> CoverageError:
     """Return the error for a part of a tensor that no shard gives."""
     holders = tuple(part.placement.holders(part.piece))
-    damaged = [lost[rank] for rank in holders if rank in lost and lost[rank].problem]
+    opened = [target.manifests[rank].path for rank in holders if rank in target.manifests]
+    damaged = [target.lost[rank] for rank in holders if rank in target.lost and target.lost[rank].problem]
     if damaged:
         others = len(holders) - len(damaged)
         got = errors_text(damaged) + (f"; {others} without it, or missing" if others else "")
     else:
-        opened = any(rank in manifests for rank in holders)
         got = "shards without the tensor" if opened else "shard missing"
     return CoverageError(
-        f"no source holds a part of {name!r} that target rank {target_rank} needs",
+        f"no source holds a part of {name!r} that target rank {target.rank} needs",
         expected=f"box {part.region} on {_one_of(holders)}",
         got=got,
-        where=", ".join(manifests[rank].path for rank in holders if rank in manifests),
+        where=", ".join(opened),
         remedy="restore one of these ranks' shards, or give the strategy this checkpoint was saved with; where slices"
         ' have different lengths, a TOML rule needs their sizes (sizes = "ceil": as torch cuts)',
     )
 
 
-def _stage_missing(
-    name: str,
-    origins: tuple[Placement, ...],
-    source: Strategy,
-    manifests: Mapping[int, Manifest],
-    lost: Mapping[int, UnusableShard],
-) -> CoverageError:
-    """Return the error for a tensor if no shard of the stages that should hold it was opened."""
-    stages = {stage for origin in origins for stage in origin.stages}
-    damaged = [shard for rank, shard in lost.items() if shard.problem and source.stage_of(rank) in stages]
-    return CoverageError(
-        f"no shard that should hold {name!r} is there",
-        expected=f"a shard of stage {origins[0].stages[0]} of the source",
-        got=f"shards of {_one_of(tuple(manifests))}" + (f"; {errors_text(damaged)}" if damaged else ""),
-        remedy="restore the shards of that stage",
-    )
-
-
-def _require_never_saved(
-    name: str,
-    origins: tuple[Placement, ...],
-    source: Strategy,
-    target: Strategy,
-    wanted: Iterable[tuple[Collection[str], SourceGroup]],
-    manifests: Mapping[int, Manifest],
-    lost: Mapping[int, UnusableShard],
-) -> None:
+def _require_never_saved(name: str, suspects: Sequence[UnusableShard], target: TargetTensors) -> None:
     """Raise CoverageError if a tensor that all opened shards lack may be in a damaged one.
 
     Nothing is raised for what was evidently never saved: state named after a parameter (`adam_m.weight`) of a kind
     (`adam_m.`) that the target gets of no parameter, while every opened shard holds all that it should.
 
     Args:
-        origins: where the source strategy places the tensor.
-        wanted: the names of all that the target gets, by group.
+        suspects: the damaged shards of the stages where the source strategy places the tensor.
     """
-    stages = {stage for origin in origins for stage in origin.stages}
-    suspects = [shard for rank, shard in lost.items() if shard.problem and source.stage_of(rank) in stages]
-    if not suspects:
-        return
-    groups = list(wanted)
+    source = target.source_strategy
     lacking = (
         rank
-        for _, group in groups
-        if group.listed
-        for layout in group.layouts
-        for rank in manifests
-        if source.stage_of(rank) in layout.placement.stages and rank not in group.ranks
+        for held in target.classes
+        if held.group.listed
+        for layout in held.group.layouts
+        for rank in target.manifests
+        if source.stage_of(rank) in layout.placement.stages and rank not in held.group.ranks
     )
-    base = next((base for base in named_after(name) if source.find(base) or target.find(base)), name)
+    base = next((base for base in named_after(name) if source.find(base) or target.strategy.find(base)), name)
     kind = name.removesuffix(base)
-    has_kind = any(other.startswith(kind) for names, _ in groups for other in names)
+    has_kind = any(other.startswith(kind) for held in target.classes for other in held.names)
     if has_kind or not kind or next(lacking, None) is not None:
         raise CoverageError(
             f"{name!r} is in no shard that was opened, but may be in one that is damaged",
