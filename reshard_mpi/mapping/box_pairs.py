@@ -16,6 +16,7 @@ from typing import NamedTuple
 from reshard_mpi.mapping.axis_sizes import Sizes, extent, length_of, padded_extent
 from reshard_mpi.mapping.equations import Axis, Padded, Product, Sum, Term, axes_of, pads_of, sums_of
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.strides import Move
 
 # Of one tensor more boxes than this would not fit the memory of a plan: each takes a KiB.
 MAX_PAIRS = 1 << 16
@@ -148,6 +149,10 @@ class BoxPair(NamedTuple):
     region: Box
     to: Box
     order: tuple[int, ...] | None
+
+    @property
+    def move(self) -> Move:
+        return Move(self.region, self.to, self.order)
 
 
 class TargetShape(NamedTuple):

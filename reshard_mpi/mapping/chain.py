@@ -71,11 +71,11 @@ class Composition:
         shape = tensor.shape
         pairs, zeros = [], list(shape.zeros)
         for pair in shape.pairs:
-            recipe, after = recipes[pair.source], Move(pair.region, pair.to, pair.order)
+            recipe, after = recipes[pair.source], pair.move
             if isinstance(recipe, DerivedTensor):
                 for number, _ in sorted(self._pieces_of(recipe.shape).meeting(pair.region)):
                     inner = recipe.shape.pairs[number]
-                    move = Move(inner.region, inner.to, inner.order).then(after)
+                    move = inner.move.then(after)
                     if move is not None:
                         place = places.setdefault((pair.source, inner.source), TermTensor(len(places), ()))
                         pairs.append(BoxPair(place, *move))

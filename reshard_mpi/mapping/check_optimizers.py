@@ -17,7 +17,7 @@ from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.numbered_state import WRAPPERS, begins_of, names_by_path
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Form, Optimizer
 from reshard_mpi.mapping.result import DerivedTensor, taken_of
-from reshard_mpi.sharding.strides import paired, source_region
+from reshard_mpi.sharding.strides import paired
 from reshard_mpi.text import shortened
 
 _EXPECTED = "each parameter of an optimizer with its own state, which is renamed, cut and turned as the parameter is"
@@ -317,7 +317,7 @@ def _is_made_alike(
             part = own.to.intersect(other.to)
             if part is None or not part.size:
                 continue
-            regions = [source_region(pair.region, pair.to, pair.order, part) for pair in (own, other)]
+            regions = [pair.move.source_of(part) for pair in (own, other)]
             orders = [paired(region, part, pair.order) for region, pair in zip(regions, (own, other))]
             is_same = owner_of[own.source] == parameter.sources[other.source]
             if not is_same or regions[0] != regions[1] or orders[0] != orders[1]:

@@ -104,7 +104,8 @@ class ChunkReads:
         for place, region in taken:
             box, file = pieces[order[place]]
             in_file = array("I", (tensors.numbers[number][order[place]] for number in numbers))
-            yield ReadGroup(route.source_rank, box, region, file, in_file, route.target_of(region), route.order)
+            to = None if route.to is None else route.move.target_of(region)
+            yield ReadGroup(route.source_rank, box, region, file, in_file, to, route.order)
 
     def _taken(
         self, tensors: ChunkedTensors, list_number: int, region: Box, name: str

@@ -17,7 +17,7 @@ from reshard_mpi.formats.locations import ByteRanges, Constant, Converted, Dequa
 from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS, ChunkedTensors, TensorEntry, TensorTable, TensorType
 from reshard_mpi.planning.rank_plan import Group, PlannedTensors, RankPlan, ReadGroup, TensorPlan
 from reshard_mpi.sharding.box import Box, Pieces
-from reshard_mpi.sharding.strides import Move, source_region
+from reshard_mpi.sharding.strides import Move
 
 if TYPE_CHECKING:
     from reshard_mpi.mapping.box_pairs import TargetShape
@@ -112,12 +112,11 @@ class MappedTensors(TensorTable):
                 continue
             if group in self._holes:
                 raise self._holes[group].with_traceback(None)
-            region = source_region(pair.region, pair.to, pair.order, wanted)
+            region = pair.move.source_of(wanted)
             after = Move(region, wanted, pair.order)
             in_group = [own[index] for own in sources]
             for part in self._meeting(group, region):
-                own = Move(part.region, part.region if part.to is None else part.to, part.order)
-                moved = own.then(after)
+                moved = part.move.then(after)
                 if moved is not None:
                     tensors = part.tensors
                     if self._groups[group].kind.dtype != dtype:

@@ -13,7 +13,7 @@ from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, Specs, Tensor
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
 from reshard_mpi.planning.source_flaws import Differing, PrefixDigest, UnusableShard
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.strides import Strides, paired, source_region, target_region
+from reshard_mpi.sharding.strides import Move, Strides, paired
 
 if TYPE_CHECKING:
     from reshard_mpi.planning.comparison_choice import ReplicaGroup
@@ -67,7 +67,8 @@ class Copy(NamedTuple):
         """Return the part of this copy that becomes `target_region`, which must lie in its own."""
         if self.to is None:
             return self._replace(region=target_region)
-        return self._replace(region=source_region(self.region, self.to, self.order, target_region), to=target_region)
+        region = Move(self.region, self.to, self.order).source_of(target_region)
+        return self._replace(region=region, to=target_region)
 
     def meeting(self, target_region: Box) -> Copy | None:
         """Return the part of this copy that lies in `target_region`; None if nothing does."""
@@ -76,7 +77,7 @@ class Copy(NamedTuple):
 
     def taking(self, region: Box) -> Copy:
         """Return the part of this copy that takes `region` of the source, which must lie in its own."""
-        to = None if self.to is None else target_region(self.region, self.to, self.order, region)
+        to = None if self.to is None else Move(self.region, self.to, self.order).target_of(region)
         return self._replace(region=region, to=to)
 
     def rows(self, first: int, last: int) -> Copy:
@@ -138,14 +139,13 @@ class ReadGroup(NamedTuple):
         entry = TensorEntry(name, dtype, shape, self.tensors.source(number), box, whole)
         return Copy(self.source_rank, entry, self.source_box, self.region, self.to, self.order)
 
-    def target_of(self, region: Box) -> Box | None:
-        """Return `to` for a part of the region: its box in the target; None: the same region."""
-        return None if self.to is None else target_region(self.region, self.to, self.order, region)
+    @property
+    def move(self) -> Move:
+        return Move(self.region, self.region if self.to is None else self.to, self.order)
 
     def strides(self, target: Box) -> Strides:
         """Return the strides of each copy's elements in its source and in a row-major array that holds box `target`."""
-        to = self.region if self.to is None else self.to
-        return Strides.between(self.region, self.source_box, to, target, self.order)
+        return Strides.between(self.region, self.source_box, self.move.to, target, self.order)
 
 
 class Group(NamedTuple):

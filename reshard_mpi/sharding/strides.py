@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
@@ -175,30 +175,34 @@ class Move(NamedTuple):
         shared = self.to.intersect(after.region)
         if shared is None:
             return None
-        to = target_region(after.region, after.to, after.order, shared)
+        to = after.target_of(shared)
         if self.order is None and self.to == self.region:
             return Move(shared, to, after.order)
-        region = source_region(self.region, self.to, self.order, shared)
+        region = self.source_of(shared)
         between = {dim: own for own, dim in paired(region, shared, self.order)}
         long = [between[dim] for dim, _ in paired(shared, to, after.order)]
         if long == sorted(long):
             return Move(region, to)
         return Move(region, to, (*long, *(dim for dim in range(region.ndim) if dim not in long)))
 
+    def source_of(self, part: Box) -> Box:
+        """Return what of the region becomes `part` of `to`."""
+        pairs = paired(self.region, self.to, self.order)
+        return _part_like(part, self.to, self.region, ((other, dim) for dim, other in pairs))
 
-def source_region(region: Box, to: Box, order: tuple[int, ...] | None, part: Box) -> Box:
-    """Return what of `region`, which becomes `to`, becomes `part` of that."""
-    start, stop = list(region.start), list(region.stop)
-    for dim, other in paired(region, to, order):
-        start[dim] += part.start[other] - to.start[other]
-        stop[dim] = start[dim] + part.stop[other] - part.start[other]
-    return Box(tuple(start), tuple(stop))
+    def target_of(self, part: Box) -> Box:
+        """Return what of `to` is made of `part` of the region."""
+        return _part_like(part, self.region, self.to, paired(self.region, self.to, self.order))
 
 
-def target_region(region: Box, to: Box, order: tuple[int, ...] | None, part: Box) -> Box:
-    """Return what of `to`, which `region` becomes, `part` of the region becomes."""
-    start, stop = list(to.start), list(to.stop)
-    for dim, other in paired(region, to, order):
-        start[other] += part.start[dim] - region.start[dim]
-        stop[other] = start[other] + part.stop[dim] - part.start[dim]
+def _part_like(part: Box, whole: Box, other: Box, pairs: Iterable[tuple[int, int]]) -> Box:
+    """Return the part of `other` that lies in it as `part` lies in `whole`.
+
+    Args:
+        pairs: the dimensions of `whole` that are longer than 1, each with its like in `other`.
+    """
+    start, stop = list(other.start), list(other.stop)
+    for dim, like in pairs:
+        start[like] += part.start[dim] - whole.start[dim]
+        stop[like] = start[like] + part.stop[dim] - part.start[dim]
     return Box(tuple(start), tuple(stop))
