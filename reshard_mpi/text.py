@@ -71,9 +71,14 @@ def ranges(numbers: Iterable[int]) -> str:
     return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
 
 
-def shortened(texts: Sequence[str], most: int = 5) -> str:
-    """Return the first of some texts, and how many more there are."""
-    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+def shortened(things: Sequence[object], most: int = 5) -> str:
+    """Return the first of some things as text, and how many more there are: `a, b and 3 more`."""
+    return ", ".join(map(str, things[:most])) + (f" and {len(things) - most} more" if len(things) > most else "")
+
+
+def first_few(things: Sequence[object], most: int) -> str:
+    """Return the first of some things as text, and whether there are more: `a, b ...`."""
+    return ", ".join(map(str, things[:most])) + (" ..." if len(things) > most else "")
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi.errors import DisagreementError, SourceError
-from reshard_mpi.text import natural_key
+from reshard_mpi.text import first_few, natural_key
 
 # Of the words in a name, one of these says what the file is; the branch that it becomes, in the order of branches.
 _BRANCHES = {
@@ -238,7 +238,7 @@ def _require_no_parts(candidates: Mapping[int, list[Path]], path: str) -> None:
         raise SourceError(
             "several files hold the shard of one rank together, each a part of it",
             expected="one file a rank",
-            got=f"{_listed(names.values())} of rank {rank}",
+            got=f"{first_few(list(names.values()), _MAX_NAMED)} of rank {rank}",
             where=path,
             remedy="save the tensors of each rank in one file",
         )
@@ -255,15 +255,10 @@ def _require_one_wording(candidates: Mapping[int, list[Path]], path: str) -> Non
             raise SourceError(
                 "several files of one rank",
                 expected="one file a rank, or names that differ in their step only",
-                got=f"{_listed(names.values())} of rank {rank}",
+                got=f"{first_few(list(names.values()), _MAX_NAMED)} of rank {rank}",
                 where=path,
                 remedy=f"choose with {globs}, and convert the others into another folder",
             )
-
-
-def _listed(names: Iterable[str]) -> str:
-    shown = list(names)
-    return ", ".join(shown[:_MAX_NAMED]) + (" ..." if shown[_MAX_NAMED:] else "")
 
 
 def _newest(candidates: Mapping[int, list[Path]], path: str) -> tuple[dict[int, Path], tuple[str, ...]]:

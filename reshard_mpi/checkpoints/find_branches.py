@@ -24,6 +24,7 @@ from reshard_mpi.errors import DisagreementError, ShardError, SourceError, told
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.registry import FormatInfo
+from reshard_mpi.text import first_few, shortened
 
 _MAX_NAMED = 4
 # Files, or lists of them, by branch.
@@ -254,12 +255,11 @@ def _other_moments(paths: Sequence[Path], where: str) -> DisagreementError:
 
 
 def _listed(paths: Sequence[Path]) -> str:
-    return ", ".join(path.name for path in paths[:_MAX_NAMED]) + (" ..." if paths[_MAX_NAMED:] else "")
+    return first_few([path.name for path in paths], _MAX_NAMED)
 
 
 def _told(paths: Sequence[str], *, of_ranks: bool = False) -> str:
     """Return in words which files become which branches. of_ranks: they are one rank's, and all ranks have such."""
     names = [Path(path).name for path in paths]
     shown = [f"{name} is {branch_of_name(name) or 'at the top'}" for name in names]
-    more = f" and {len(shown) - 2 * _MAX_NAMED} more" if shown[2 * _MAX_NAMED :] else ""
-    return f"joined: {', '.join(shown[: 2 * _MAX_NAMED])}{more}" + ", and so on every rank" * of_ranks
+    return f"joined: {shortened(shown, 2 * _MAX_NAMED)}" + ", and so on every rank" * of_ranks

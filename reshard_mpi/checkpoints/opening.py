@@ -32,6 +32,7 @@ from reshard_mpi.processes.comm import Comm
 from reshard_mpi.quantization.weights import SCHEME_TEXT
 from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.strategy import Strategy, unsharded
+from reshard_mpi.text import shortened
 
 if TYPE_CHECKING:
     from reshard_mpi.journal.run_records import RunIdentity
@@ -124,7 +125,7 @@ def _require_known_ranks(files: ShardFiles, strategy: Strategy) -> None:
         raise SourceError(
             "the checkpoint has ranks its strategy does not know",
             expected=f"ranks 0 to {strategy.world_size - 1}, the mesh of {strategy.origin or 'the strategy'}",
-            got=f"rank {outside[0]}" + (f" and {len(outside) - 1} more" if len(outside) > 1 else ""),
+            got=f"rank {shortened(outside, 1)}",
             where=files.path,
             remedy="give the strategy this checkpoint was saved with",
         )

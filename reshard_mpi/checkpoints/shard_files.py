@@ -25,7 +25,7 @@ from reshard_mpi.journal.provenance import FirstLooks, Sources
 from reshard_mpi.journal.record_files import STATE
 from reshard_mpi.planning.source_flaws import ModifiedShard
 from reshard_mpi.sharding.strategy import Strategy
-from reshard_mpi.text import counted, natural_key, ranges
+from reshard_mpi.text import counted, natural_key, ranges, shortened
 
 # A strategy file kept beside the shards may end in .ckpt too; it begins with the number field `current_stage`, a
 # checkpoint with a nested message (facts of the two protobuf schemas).
@@ -354,8 +354,7 @@ def left_out_of_folder(folder: str, read: Collection[str], is_taken: Callable[[s
         for entry in entries
         if entry.name not in read and not is_taken(entry.name) and _may_hold_state(folder, entry)
     ]
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(names[:_MAX_NAMED]) + more
+    return shortened(names, _MAX_NAMED)
 
 
 def _may_hold_state(folder: str, entry: FolderEntry) -> bool:

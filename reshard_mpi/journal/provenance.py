@@ -27,6 +27,7 @@ from reshard_mpi.filesystem.source_files import FileVersion, is_folder, version_
 from reshard_mpi.journal import record_files
 from reshard_mpi.planning.rank_plan import RankPlan, SharedFact, StageDigest
 from reshard_mpi.planning.source_flaws import PrefixDigest
+from reshard_mpi.text import first_few
 
 _MANY = 3
 # No process looks at every file of a source of thousands. Who exchanges a checkpoint exchanges nearly all.
@@ -97,11 +98,11 @@ class Sources(NamedTuple):
         if changed:
             was, now, is_later = changed[0]
             more = f", and {len(changed) - 1} more: " if len(changed) > 1 else ""
-            others = ", ".join(file.path for file, *_ in changed[1 : _MANY + 1]) + " ..." * (len(changed) > _MANY + 1)
+            others = first_few([file.path for file, *_ in changed[1:]], _MANY)
             raise DisagreementError(
                 problem,
                 expected=f"{was.path} of {was}",
-                got=f"{now or 'nothing'}{', but written or replaced since' * is_later}{more}{others if more else ''}",
+                got=f"{now or 'nothing'}{', but written or replaced since' * is_later}{more}{others}",
                 where=self.folder,
                 remedy=remedy,
             )

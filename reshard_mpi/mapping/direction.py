@@ -10,7 +10,7 @@ from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.axis_sizes import extent
 from reshard_mpi.mapping.equations import Term, axes_of
 from reshard_mpi.mapping.rules import EquationRule, Rules
-from reshard_mpi.text import counted, did_you_mean, shortened
+from reshard_mpi.text import counted, did_you_mean, first_few, shortened
 
 # How many names are given in an error.
 MAX_NAMED = 5
@@ -104,8 +104,7 @@ def shown_term(term: Term) -> str:
 
 def shown(inventory: Inventory) -> str:
     """Return the first tensors with their shapes, as words."""
-    names = [f"{name} {list(kind.shape)}" for name, kind in list(inventory.items())[:MAX_NAMED]]
-    return ", ".join(names) + (" ..." if len(inventory) > MAX_NAMED else "") if names else "no tensors"
+    return first_few([f"{name} {list(kind.shape)}" for name, kind in inventory.items()], MAX_NAMED) or "no tensors"
 
 
 def filled_in_part(term: Term, shared: Mapping[str, str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import islice
 from math import prod
 from types import MappingProxyType
 from typing import NamedTuple
@@ -31,7 +30,7 @@ from reshard_mpi.mapping.tensor_kinds import (
 )
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import Pattern, named_after
-from reshard_mpi.text import shortened
+from reshard_mpi.text import first_few, shortened
 
 
 class Selection(NamedTuple):
@@ -142,7 +141,7 @@ def require_any(choice: Selection, names: Collection[str]) -> list[str]:
             if not any(pattern.matches(choice.named(name)) for name in names):
                 raise MapError(
                     f"{option} {glob} matches no tensor",
-                    got=", ".join(islice(names, MAX_NAMED)) + " ..." * (len(names) > MAX_NAMED),
+                    got=first_few(list(names), MAX_NAMED),
                     remedy="give a pattern of the names that the target has",
                 )
     chosen = [name for name in names if is_chosen(choice, name)]
@@ -196,7 +195,7 @@ def _without_effect(choice: Selection, glob: str, dtype: DType, floats: Sequence
         )
     return MapError(
         f"--dtype {_shown(glob, dtype)} matches no floating-point tensor",
-        got=", ".join(floats[:MAX_NAMED]) + (" ..." if len(floats) > MAX_NAMED else "") or "none",
+        got=first_few(floats, MAX_NAMED) or "none",
         remedy="give a pattern of the names that the target has",
     )
 

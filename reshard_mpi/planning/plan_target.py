@@ -26,6 +26,7 @@ from reshard_mpi.planning.source_tensors import SourceGroup, TensorPart
 from reshard_mpi.planning.target_tensors import TargetTensors, TensorClass
 from reshard_mpi.sharding.placement import Piece, Placement
 from reshard_mpi.sharding.strategy import Unlisted, everywhere, find_or_follow, named_after
+from reshard_mpi.text import first_few
 
 
 def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
@@ -225,7 +226,7 @@ def _not_its_own(target: TargetTensors) -> Iterator[str]:
         if not held.group.listed and not is_moment(name, held.group.shape)
     ]
     if loose:
-        names = ", ".join(map(repr, loose[:3])) + (" ..." if len(loose) > 3 else "")
+        names = first_few(list(map(repr, loose)), 3)
         taken_from = _any_rank(target, target.class_by_name[loose[0]].group)
         yield (
             f"target rank {target.rank} has {names} of {named([taken_from])}, not its own: no strategy"
@@ -266,7 +267,7 @@ def _absent(target: TargetTensors) -> tuple[str, ...]:
         raise CoverageError(
             "the target strategy lists parameters that no source shard holds",
             expected="every listed parameter (--strict)",
-            got=f"{len(absent)} absent: {', '.join(absent[:5])}" + (" ..." if len(absent) > 5 else ""),
+            got=f"{len(absent)} absent: {first_few(absent, 5)}",
             where=target.strategy.origin,
             remedy="leave out --strict if they were never saved",
         )
@@ -336,5 +337,4 @@ def _require_never_saved(name: str, suspects: Sequence[UnusableShard], target: T
 
 
 def _one_of(ranks: tuple[int, ...]) -> str:
-    shown = ", ".join(str(rank) for rank in ranks[:8]) + (" ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"one of ranks {shown}"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"one of ranks {first_few(ranks, 8)}"

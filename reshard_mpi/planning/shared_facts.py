@@ -28,7 +28,7 @@ from reshard_mpi.planning.source_flaws import TEXT, PrefixDigest
 from reshard_mpi.planning.source_tensors import SourceGroup, SourceTensors
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Shape
-from reshard_mpi.text import KIB
+from reshard_mpi.text import KIB, first_few
 
 # Costs next to nothing to read from every opened shard. Of a larger tensor, as many bytes tell shards apart.
 _SMALL_BYTES = 64 * KIB
@@ -239,7 +239,7 @@ def require_same_names(names: Mapping[int, Collection[str]], where: str) -> None
             raise CoverageError(
                 f"no shard opened for target rank {rank} holds {missing[0]!r}, but those for rank {other} do",
                 expected="each parameter in all of the shards that should hold a part of it",
-                got=f"{len(missing)} only in some of them: {', '.join(missing[:3])}" + (" ..." if missing[3:] else ""),
+                got=f"{len(missing)} only in some of them: {first_few(missing, 3)}",
                 where=where,
                 remedy="restore the shards that lack it, or list it in the source strategy: then all holders are asked",
             )

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from reshard_mpi.errors import DisagreementError
+from reshard_mpi.text import shortened
 
 # Ranks named that have the same error.
 _MAX_NAMED = 8
@@ -95,9 +96,7 @@ def modified_warning(modified: Collection[ModifiedShard], losses: Iterable[Unusa
 
 def named(ranks: Collection[int]) -> str:
     """Return ranks in words: `rank 3`, or `ranks 1, 2`."""
-    shown = ", ".join(str(rank) for rank in list(ranks)[:_MAX_NAMED])
-    more = f" and {len(ranks) - _MAX_NAMED} more" if len(ranks) > _MAX_NAMED else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shortened(list(ranks), _MAX_NAMED)}"
 
 
 def errors_text(losses: Sequence[object]) -> str:

@@ -246,7 +246,7 @@ def _layout_lines(layout: Layout, strategy: Strategy) -> Iterator[str]:
     for dim, axes in enumerate(placement.split):
         if placement.slices(dim) > 1:
             over = " and ".join(_axis(axis, strategy) for axis in axes if placement.mesh[axis] > 1)
-            uneven = f", of {shortened(list(map(str, sizes[dim])), 16)}" if dim in sizes else ""
+            uneven = f", of {shortened(sizes[dim], 16)}" if dim in sizes else ""
             yield f"dimension {dim} is cut into {placement.slices(dim)} over {over}{uneven} (mesh {mesh})"
     if placement.optimizer > 1:
         is_cut_before = any(placement.slices(dim) > 1 for dim in range(len(placement.split)))

@@ -15,7 +15,7 @@ from reshard_mpi.planning.source_flaws import (
     modified_warning,
     warnings_of,
 )
-from reshard_mpi.text import counted, with_addresses
+from reshard_mpi.text import counted, first_few, with_addresses
 
 if TYPE_CHECKING:
     from reshard_mpi.journal.target_records import TensorSum
@@ -150,8 +150,7 @@ class Outcome(NamedTuple):
     def warnings(self) -> tuple[str, ...]:
         """Warnings for the user on the source, and on its fate in the target."""
         absent = self.absent
-        names = ", ".join(absent[:3]) + (" ..." if len(absent) > 3 else "")
-        missed = (f"{len(absent)} listed parameters are in no source shard: {names}",) if absent else ()
+        missed = (f"{len(absent)} listed parameters are in no source shard: {first_few(absent, 3)}",) if absent else ()
         own_warnings = (
             *warnings_of(self.lost, self.missing),
             *modified_warning(self.modified, self.lost),

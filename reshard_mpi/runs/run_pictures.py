@@ -55,7 +55,7 @@ from reshard_mpi.runs.progress import Progress, ProgressStage
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
-from reshard_mpi.text import MIB, counted, one_line
+from reshard_mpi.text import MIB, counted, one_line, shortened
 
 # Of tensors that are alike: names shown, sources drawn of a picture's tensor, and moves of it kept.
 _MOST_NAMES, _MOST_SOURCES, _MOST_MOVES = 500, 4, 2000
@@ -138,10 +138,7 @@ class _DrawnSources:
         if files.is_folder or (len(by_rank) == 1 and len(files.shards) > 1):
             paths = files.one_by_one().shards
             return cls(len(paths), True, dict(enumerate(paths)), {path: number for number, path in enumerate(paths)})
-        named = {
-            rank: paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
-            for rank, paths in sorted(by_rank.items())
-        }
+        named = {rank: shortened(paths, 1) for rank, paths in sorted(by_rank.items())}
         return cls(source.strategy.world_size, False, named)
 
     def number(self, rank: int, path: str) -> int:

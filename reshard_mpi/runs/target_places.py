@@ -19,7 +19,7 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.paths import absolute_path, is_object_path, rank_of_folder, real_path
 from reshard_mpi.filesystem.source_files import exists, is_folder, names
 from reshard_mpi.formats.manifest import ShardSpec
-from reshard_mpi.text import format_bytes
+from reshard_mpi.text import format_bytes, shortened
 
 _OUTSIDE = "choose a target outside the source; a source is never written to"
 # To share blocks of two files (`struct file_clone_range`): the source's descriptor, its offset, a length, an offset.
@@ -139,8 +139,7 @@ def stranger_notes(lying: Sequence[Path]) -> tuple[str, ...]:
     """Return a note on files of other checkpoints that a run leaves beside its targets, if there are any."""
     if not lying:
         return ()
-    more = f" and {len(lying) - 1} more" if len(lying) > 1 else ""
-    return (f"{lying[0]}{more} will lie beside the new targets: of another checkpoint, and left as it is",)
+    return (f"{shortened(lying, 1)} will lie beside the new targets: of another checkpoint, and left as it is",)
 
 
 def require_no_strangers(
@@ -164,7 +163,7 @@ def require_no_strangers(
         raise TargetError(
             "the target folder holds files that are no part of the checkpoint, and may be taken for one",
             expected="a folder without other checkpoint files",
-            got=", ".join(map(str, strangers[:3])) + (f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""),
+            got=shortened(strangers, 3),
             where=str(folder),
             remedy="choose another folder, or remove them if nobody needs them",
         )

@@ -30,6 +30,7 @@ from reshard_mpi.formats.deepspeed.ranks import RankStates
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.nest.nodes import Value
 from reshard_mpi.formats.torch.file_content import FlatVector, HeldTensor, TensorPieces
+from reshard_mpi.text import first_few
 
 OF_EXPERT = re.compile(r"(?P<before>.*\bdeepspeed_experts\.)(?P<number>\d+)(?P<after>\..*)")
 # In a pipeline, modules that several layers share: their weights lie in the files of these layers.
@@ -211,14 +212,10 @@ def _require_paddings(total: int, number: int, shares: Sequence[OptimizerStates]
         raise ShardError(
             f"the padding of group {number} of a DeepSpeed optimizer is not what its parameters leave",
             expected=f"{total} elements of parameters in partitions of one length",
-            got=f"partitions of {_shown(lengths)} elements, and paddings of {_shown(paddings)}",
+            got=f"partitions of {first_few(lengths, 8)} elements, and paddings of {first_few(paddings, 8)}",
             where=f"{path} (param_shapes) and {shares[0].path}",
             remedy="copy or restore all files of one save",
         )
-
-
-def _shown(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:8])) + (" ..." if len(numbers) > 8 else "")
 
 
 def with_shapes(states: RankStates, weights: Sequence[Mapping[str, Value]]) -> RankStates:

@@ -370,11 +370,10 @@ def _differing(states: Sequence[ModelStates | OptimizerStates]) -> Iterator[str]
         for key, value in other.values.items():
             if key not in kept or text_of(value) != kept[key]:
                 differing.setdefault(key, []).append(Path(other.path).name)
-    for key, (name, *more) in differing.items():
-        shown = name + (f" and {len(more)} more" if more else "")
+    for key, names in differing.items():
         lead = Path(first.path).name
         why = f"it differs from that of {lead}, which is kept" if key in kept else f"{lead}, which is kept, has none"
-        yield f"{key} of {shown}: {why}"
+        yield f"{key} of {shortened(names, 1)}: {why}"
 
 
 def _unread(optimizers: Mapping[Ranks, OptimizerStates]) -> Iterator[str]:

@@ -252,7 +252,7 @@ def require_places(root: Dict, scaler: Value) -> tuple[str, ...]:
         raise TargetError(
             "values beside the model would have the keys of client state",
             expected=f"keys that are at the root or in {CLIENT_STATE}",
-            got=f"{shortened([*map(str, twice)])} in both",
+            got=f"{shortened(twice)} in both",
             remedy="leave one of them out of the source, or choose --to torch",
         )
     return tuple(_notes(root, scaler))
