@@ -28,7 +28,6 @@ from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy import Strategy
 
 if TYPE_CHECKING:
-    from reshard_mpi.checkpoints.source import SourceCheckpoint
     from reshard_mpi.journal.publication import SharedIndex
     from reshard_mpi.journal.run_records import CommitRecord
     from reshard_mpi.journal.target_folders import Unrecorded
@@ -204,7 +203,11 @@ def open_run(
         _require_possible_places(request, shards, name, ranks, read.target)
     memory.reserve_for_reading(request, strategies, purpose, shards.format)
     source = open_source(shards, read.source, known_damage)
-    source_commit = _source_commit(source) if request.verify else None
+    source_commit: CommitRecord | None = None
+    if request.verify:
+        from reshard_mpi.runs.check_commit import commit_to_hold
+
+        source_commit = commit_to_hold(source.files)
     # One copy of a tensor does not stand for others whose shards have no records.
     replicas = request.replicas if source_commit is None else Replicas.CHECK
     conversion = Conversion(
@@ -245,12 +248,6 @@ def open_run(
     reserve_for_planning(most_planned)
     conversion.require_fitting_strategies()
     return Run(request, conversion, name, targets, read, map_digests, source_commit)
-
-
-def _source_commit(source: SourceCheckpoint) -> CommitRecord | None:
-    from reshard_mpi.runs.check_commit import commit_to_hold
-
-    return commit_to_hold(source.files)
 
 
 def open_for_planning(request: Request, memory: RunMemory, *, most_planned: int) -> Run:
