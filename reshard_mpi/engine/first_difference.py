@@ -56,19 +56,14 @@ def first_same(check: Check, *, limits: Limits, files: Files) -> tuple[int, int]
 
     It ends with the first block by which all copies are told apart.
     """
-    first = check.copies[0]
-    itemsize = first.source.dtype.itemsize_bytes
-    most_elements = max(1, min(first.region.size, _TELLING_BYTES // itemsize, limits.buffer_bytes // itemsize))
-    content = memoryview(bytearray(most_elements * itemsize))
     alike, has_values = [check.copies], [False]  # copies that are the same so far, and whether they hold anything
-    for block in first.target_region.blocks(most_elements):
-        block_content = content[: block.size * itemsize]
+    for block, content in _telling_blocks(check.copies[0], limits):
         divided: dict[tuple[int, bytes], list[Copy]] = {}
         for number, copies in enumerate(alike):
             for copy in copies:
-                read_region(files, copy, block, block_content, limits)
-                divided.setdefault((number, hashlib.sha256(block_content).digest()), []).append(copy)
-        zeros = hashlib.sha256(bytes(len(block_content))).digest()
+                read_region(files, copy, block, content, limits)
+                divided.setdefault((number, hashlib.sha256(content).digest()), []).append(copy)
+        zeros = hashlib.sha256(bytes(len(content))).digest()
         left = [(key, copies) for key, copies in divided.items() if len(copies) > 1]
         alike, has_values = (
             [tuple(copies) for _, copies in left],
@@ -82,16 +77,21 @@ def first_same(check: Check, *, limits: Limits, files: Files) -> tuple[int, int]
 
 def digest_unless_zeros(copy: Copy, *, limits: Limits, files: Files) -> bytes | None:
     """Return a digest of all bytes of a copy; None if they are all zero."""
+    digest, has_values = hashlib.sha256(), False
+    for block, content in _telling_blocks(copy, limits):
+        read_region(files, copy, block, content, limits)
+        digest.update(content)
+        has_values = has_values or content != bytes(len(content))
+    return digest.digest() if has_values else None
+
+
+def _telling_blocks(copy: Copy, limits: Limits) -> Iterator[tuple[Box, memoryview]]:
+    """Yield the blocks of a copy by which it is told apart from others, each with a buffer for its bytes."""
     itemsize = copy.source.dtype.itemsize_bytes
     most_elements = max(1, min(copy.region.size, _TELLING_BYTES // itemsize, limits.buffer_bytes // itemsize))
-    content, zeros = memoryview(bytearray(most_elements * itemsize)), bytes(most_elements * itemsize)
-    digest, has_values = hashlib.sha256(), False
+    content = memoryview(bytearray(most_elements * itemsize))
     for block in copy.target_region.blocks(most_elements):
-        block_content = content[: block.size * itemsize]
-        read_region(files, copy, block, block_content, limits)
-        digest.update(block_content)
-        has_values = has_values or block_content != zeros[: len(block_content)]
-    return digest.digest() if has_values else None
+        yield block, content[: block.size * itemsize]
 
 
 def first_difference_of_tensors(
