@@ -50,15 +50,26 @@ def joined(manifests: Sequence[Manifest], path: str, *, by_branch: bool) -> Mani
     Raises SourceError if two have the same name, or nests that cannot be joined; DisagreementError if they are of
     different ranks.
     """
-    if not by_branch:
-        return _side_by_side(manifests, path)
+    return _under_branches(_branches(manifests, path), path) if by_branch else _side_by_side(manifests, path)
+
+
+def names_in_branches(manifests: Sequence[Manifest], path: str) -> dict[str, Mapping[str, str]]:
+    """Return the names that tensors get when branches are joined, by the path of a branch and their names in it.
+
+    Args and errors as of `joined`.
+    """
+    return {
+        own.path: {name: name if branch is None else branch.name(name) for name in own.tensors}
+        for own, branch in _branches(manifests, path)
+    }
+
+
+def _branches(manifests: Sequence[Manifest], path: str) -> list[tuple[Manifest, _Branch | None]]:
+    """Return files by the branches that their names say; None beside files that are of no branch."""
     held = branches_in(Path(manifest.path) for manifest in manifests)
     of_path = {Path(manifest.path): manifest for manifest in manifests}
-    branches = []
-    for word, paths in held.items():
-        own = _side_by_side([of_path[each] for each in paths], path)
-        branches.append((own, _branch(word, own) if word else None))
-    return _under_branches(branches, path)
+    own = {word: _side_by_side([of_path[each] for each in paths], path) for word, paths in held.items()}
+    return [(manifest, _branch(word, manifest) if word else None) for word, manifest in own.items()]
 
 
 def _side_by_side(manifests: Sequence[Manifest], path: str) -> Manifest:

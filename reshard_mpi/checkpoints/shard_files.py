@@ -108,6 +108,15 @@ class ShardFiles(NamedTuple):
         ordered = sorted(self.shards, key=lambda path: natural_key(Path(path).name))
         return self._replace(by_rank={rank: (path,) for rank, path in enumerate(ordered)}, is_folder=False)
 
+    def folder_by_folder(self) -> tuple[ShardFiles, ...]:
+        """Return the files of each folder with an index as a checkpoint by itself, if several make up this one."""
+        if not self.folders:
+            return (self,)
+        paths = [path for of_rank in self.by_rank.values() for path in of_rank]
+        own = {folder: tuple(path for path in paths if Path(folder) in Path(path).parents) for folder in self.folders}
+        alone = self._replace(folders=(), by_branch=False, is_folder=True)
+        return tuple(alone._replace(path=folder, by_rank={0: own[folder]}) for folder in self.folders)
+
 
 def no_such_rank(files: ShardFiles, rank: int) -> SourceError:
     """Return the error for a rank without a shard in the checkpoint."""

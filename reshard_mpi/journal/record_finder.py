@@ -237,7 +237,8 @@ def damage_besides(path: str, tensors: TensorTable, digest: str, whose: str = "i
 def folder_of_records(path: str, format_name: str) -> Path:
     """Return the folder that has the records of the run which made the checkpoint at `path`.
 
-    A format that packs has a folder of its own in the target folder for each checkpoint; others may lie beside it.
+    A format that packs has a folder of its own in the target folder for each checkpoint; others may lie beside it, and
+    links may lead to it.
 
     Args:
         format_name: of the checkpoint, as it seems; its index may be damaged.
@@ -245,14 +246,18 @@ def folder_of_records(path: str, format_name: str) -> Path:
     folder, packs = Path(path), formats.info(format_name).packs
     if not packs and is_object_path(path):
         return folder
-    target = folder.parent if folder.name not in ("", "..") else absolute_path(folder).parent
-    committed, name = CommitRecord.read(target), absolute_path(folder).name
-    if committed is not None:
-        are_in_it = (file.startswith(f"{name}/") for file in committed.files.values())
-        is_of_run = formats.info(committed.run.format).packs and any(are_in_it)
-    else:
-        is_of_run = packs and (is_folder(target / STATE) or is_taken(target / COMMIT_RECORD))
-    return target if is_of_run else folder
+    named, whole, real = folder.name not in ("", ".."), absolute_path(folder), real_path(folder)
+    targets = [folder.parent if named else whole.parent, *([] if real == whole else [real.parent])]
+    for target, name in zip(targets, (whole.name, real.name)):
+        committed = CommitRecord.read(target)
+        if committed is not None:
+            are_in_it = (file.startswith(f"{name}/") for file in committed.files.values())
+            is_of_run = formats.info(committed.run.format).packs and any(are_in_it)
+        else:
+            is_of_run = packs and (is_folder(target / STATE) or is_taken(target / COMMIT_RECORD))
+        if is_of_run:
+            return target
+    return folder
 
 
 def damage_of_index(folder: Path) -> Iterator[DamageError]:

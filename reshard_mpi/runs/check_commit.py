@@ -1,17 +1,21 @@
-"""Hold checkpoints against the commit record beside them, where their files have no records (`commit_to_hold`)."""
+"""Hold checkpoints against what was committed, where their files have no records (`commit_of`, `is_to_be_held`)."""
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from reshard_mpi import formats
+from reshard_mpi.checkpoints.join_files import names_in_branches
 from reshard_mpi.checkpoints.shard_files import ShardFiles
-from reshard_mpi.checkpoints.source import SourceCheckpoint
+from reshard_mpi.checkpoints.source import SourceCheckpoint, locate
 from reshard_mpi.engine.checksums import sum_of_whole, sum_tensors
 from reshard_mpi.engine.open_files import OnBytes
-from reshard_mpi.errors import ShardError
-from reshard_mpi.filesystem.paths import absolute_path, rank_of_folder
+from reshard_mpi.errors import DisagreementError, ShardError
+from reshard_mpi.filesystem.paths import absolute_path, rank_of_folder, real_path
+from reshard_mpi.filesystem.source_files import exists
 from reshard_mpi.formats.manifest import TensorSpec
 from reshard_mpi.journal.record_files import COMMIT_RECORD
 from reshard_mpi.journal.record_finder import damage_besides, folder_of_records, holds_another
@@ -24,27 +28,103 @@ from reshard_mpi.runs.check_sums import are_recorded, one_by_one
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import unsharded
+from reshard_mpi.text import shortened
 
 
-def commit_about(files: ShardFiles) -> CommitRecord | None:
-    """Return the commit record about files: in their folder, or above a file or the folder of a rank by itself."""
-    commit, _ = _commit_and_folder(files)
-    return commit
+class Committed(NamedTuple):
+    """What commit records say of the files of a checkpoint; empty where there is none, or it has no sums."""
+
+    sums: Mapping[str, str]  # CRC-32 of whole tensors in hexadecimal, by their names in the checkpoint
+    # digests of all but the tensors in a file, by its path: of files without sums of tensors, as DeepSpeed's, whose
+    # checksums are in it
+    besides: Mapping[str, str]
+    packs: bool = False  # whether `sums` are of the parts of tensors in the files of a format that packs
+    warnings: tuple[str, ...] = ()  # of a record that may be of these files and is not used
 
 
-def _commit_and_folder(files: ShardFiles) -> tuple[CommitRecord | None, Path]:
-    """Return the commit record about files, and the folder that it is in."""
-    folder, own = folder_of_records(files.path, files.format), set(map(absolute_path, files.shards))
-    for place in (folder, *_folders_above(files)):
-        record = None if holds_another(place) else CommitRecord.read(place)
-        committed = () if record is None else record.files.values()
-        others = set(map(absolute_path, (place / file for file in committed))) - own
-        if record is None or len(committed) - len(others) < len(own):
+def commit_of(files: ShardFiles) -> Committed:
+    """Return what was committed of files: by the record in their folder, or above a file or the folder of a rank.
+
+    Where links lead to files, it may be beside these. Each of several folders that are branches has one of its own.
+
+    Raises DisagreementError if links lead to files of several commits.
+    """
+    parts = files.folder_by_folder()
+    commits = [_commit_of_folder(part) for part in parts]
+    sums = [commit.sums for commit in commits]
+    if len(parts) > 1 and any(sums):
+        names = names_in_branches([locate(part, 0) for part in parts], files.path)
+        new_names = [names[part.path] for part in parts]
+        sums = [{new[name]: own[name] for name in own if name in new} for own, new in zip(sums, new_names)]
+    besides = ChainMap(*(dict(commit.besides) for commit in commits))
+    warnings = tuple(warning for commit in commits for warning in commit.warnings)
+    return Committed(ChainMap(*map(dict, sums)), besides, commits[0].packs, warnings)
+
+
+def _commit_of_folder(files: ShardFiles) -> Committed:
+    """Return what was committed of files that are no branches in several folders."""
+    folder, own = folder_of_records(files.path, files.format), {absolute_path(path): path for path in files.shards}
+    commit = _commit_in((folder, *_folders_above(files)), own, folder)
+    real = own if commit is not None else {real_path(path): path for path in files.shards}
+    if real.keys() != own.keys():
+        own, commit = real, _commit_in(dict.fromkeys(above for path in real for above in path.parents[:2]), real)
+    if commit is None:
+        return Committed({}, {}, warnings=_warnings_of_renamed(folder))
+    record, paths = commit
+    besides = {
+        own[path]: record.besides[rank] for rank, path in paths.items() if path in own and rank in record.besides
+    }
+    return Committed(record.sums, besides, formats.info(record.run.format).packs)
+
+
+def _warnings_of_renamed(folder: Path) -> tuple[str, ...]:
+    """Return a warning if a folder has a commit record with sums, and none of the files that this names."""
+    record = None if holds_another(folder) else CommitRecord.read(folder)
+    if record is None or not (record.sums or record.besides):
+        return ()
+    if any(exists(folder / file) for file in record.files.values()):
+        return ()
+    named = shortened(list(record.files.values()), 1)
+    return (
+        f"{folder / COMMIT_RECORD} has sums of files that are not there ({named}): nothing is held against them; if the"
+        " files have been renamed, give them these names again",
+    )
+
+
+def _commit_in(
+    folders: Iterable[Path], own: Mapping[Path, str], whole: Path | None = None
+) -> tuple[CommitRecord, Mapping[int, Path]] | None:
+    """Return the first commit record in some folders that is of all of some files, and its files by rank.
+
+    Args:
+        own: the files.
+        whole: their own folder. A commit there is theirs also if it does not name all: what it does not may be renamed,
+            or of another checkpoint, and files of two are none.
+
+    Raises DisagreementError if several commits are of some of them.
+    """
+    holders = []
+    for folder in folders:
+        record = None if holds_another(folder) else CommitRecord.read(folder)
+        paths = {} if record is None else {rank: absolute_path(folder / file) for rank, file in record.files.items()}
+        held = sum(path in own for path in paths.values())
+        if record is None or not held:
             continue
         # Some of the files have only parts of the tensors, unless each file has whole ones.
-        if place == folder or not others or formats.info(record.run.format).split_by_size:
-            return record, place
-    return None, folder
+        are_whole = held == len(paths) or formats.info(record.run.format).split_by_size
+        if folder == whole or (held == len(own) and are_whole):
+            return record, paths
+        if held < len(own):
+            holders.append(folder)
+    if len(holders) > 1:
+        raise DisagreementError(
+            "files of several commits lie in one checkpoint",
+            expected=f"those that one {COMMIT_RECORD} names",
+            got=f"some of {holders[0]} and some of {holders[1]}",
+            where=str(next(iter(own.values()))),
+            remedy="give the files of one checkpoint alone",
+        )
+    return None
 
 
 def _folders_above(files: ShardFiles) -> Iterator[Path]:
@@ -57,45 +137,42 @@ def _folders_above(files: ShardFiles) -> Iterator[Path]:
         yield path.parent
 
 
-def commit_to_hold(files: ShardFiles) -> CommitRecord | None:
-    """Return the commit record of a source whose whole tensors are to be held against its sums; None: none are.
+def is_to_be_held(commit: Committed, files: ShardFiles) -> bool:
+    """Tell whether the whole tensors of a source are to be held against its commit.
 
     They are if a shard has no record with sums of its own. Sums in a shard fit it wherever it lies, so they do not tell
     that it is the one that was committed.
     """
-    record = commit_about(files)
-    if record is None or not (record.sums or record.besides):
-        return None
     of_shards = (each for rank in files.by_rank for each in one_by_one(files, rank))
-    return None if all(are_recorded(alone, rank) for alone, rank in of_shards) else record
+    return bool(commit.sums or commit.besides) and not all(are_recorded(alone, rank) for alone, rank in of_shards)
 
 
-def committed_tensors(record: CommitRecord, source: SourceCheckpoint, needs: Callable[[str], bool]) -> list[TensorPlan]:
-    """Return the whole tensors of a source that a commit record has sums for, each from any of its copies.
+def committed_tensors(commit: Committed, source: SourceCheckpoint, needs: Callable[[str], bool]) -> list[TensorPlan]:
+    """Return the whole tensors of a source that were committed with sums, each from any of its copies.
 
     Of a format that packs these are the parts of tensors in its files, by the names that they have there: all of them.
 
     Args:
         needs: tells whether a tensor of the source is used.
     """
-    if formats.info(record.run.format).packs:  # in whatever form the files are read
+    if commit.packs:  # in whatever form the files are read
         return [
             held_tensor(TensorSpec(name, entry.dtype, entry.shape, Box.whole(entry.shape)), shard)
             for shard in map(source.files.locate, source.files.shards)
             for name, entry in shard.tensors.items()
-            if name in record.sums
+            if name in commit.sums
         ]
     whole = Conversion(source, unsharded(), Policy(replicas=Replicas.ANY, allows_holes=True))
     tensors = whole.plan(0, checked=False).tensors
-    return [tensor for tensor in tensors if tensor.spec.name in record.sums and needs(tensor.spec.name)]
+    return [tensor for tensor in tensors if tensor.spec.name in commit.sums and needs(tensor.spec.name)]
 
 
 def require_as_committed(
-    record: CommitRecord, tensors: list[TensorPlan], source: str, limits: Limits, on_bytes: OnBytes
+    commit: Committed, tensors: list[TensorPlan], source: str, limits: Limits, on_bytes: OnBytes
 ) -> None:
-    """Raise ShardError for the first of these tensors of a source whose sum is not that in its commit record."""
+    """Raise ShardError for the first of these tensors of a source whose sum is not the one it was committed with."""
     for summed in sum_tensors(tensors, limits=limits, on_bytes=on_bytes):
-        spec, expected = summed.tensor, record.sums[summed.tensor.name]
+        spec, expected = summed.tensor, commit.sums[summed.tensor.name]
         got = f"{sum_of_whole([summed.found], spec.size_bytes):08x}"
         if got != expected:
             raise ShardError(
@@ -105,28 +182,6 @@ def require_as_committed(
                 where=source,
                 remedy="the source has changed since: reshard-mpi verify it, and restore it from a copy",
             )
-
-
-def committed_sums(files: ShardFiles) -> Mapping[str, str]:
-    """Return the CRC-32 of whole tensors by name, in hexadecimal, in the commit record about files; none if unknown.
-
-    Of a format that packs it has sums of the parts of tensors in files instead.
-    """
-    record = commit_about(files)
-    return {} if record is None or formats.info(record.run.format).packs else record.sums
-
-
-def committed_digests(files: ShardFiles) -> Mapping[str, str]:
-    """Return the digests that the commit record about files has of all but the tensors in each, by path.
-
-    Only files without sums of tensors have one, as DeepSpeed's: their checksums are in it.
-    """
-    record, folder = _commit_and_folder(files)
-    if record is None or not record.besides:
-        return {}
-    rank_of = {absolute_path(folder / file): rank for rank, file in record.files.items()}
-    ranks = {path: rank_of[absolute_path(path)] for path in files.shards}
-    return {path: record.besides[rank] for path, rank in ranks.items() if rank in record.besides}
 
 
 def require_as_committed_besides(files: ShardFiles, digests: Iterable[tuple[str, str]]) -> None:

@@ -17,7 +17,7 @@ from reshard_mpi.engine.checksums import Shown, Span, sum_shard, sum_tensors, ta
 from reshard_mpi.engine.first_difference import where_it_differs
 from reshard_mpi.engine.open_files import OnBytes
 from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, ShardError, as_reshard_error
-from reshard_mpi.filesystem.paths import absolute_path
+from reshard_mpi.filesystem.paths import absolute_path, real_path
 from reshard_mpi.filesystem.source_files import exists, is_folder, is_taken, version_of
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE
@@ -94,7 +94,7 @@ def check_shard(
     Args:
         before_sums: called for each file with what summing it takes, before it is summed.
         progress: told of the bytes of the files.
-        committed: as of `committed_digests`, for files that have no record.
+        committed: digests by path as of `check_commit.Committed.besides`, for files that have no record.
 
     Returns the damage as errors; raises a ReshardError if a file cannot be checked.
     """
@@ -174,6 +174,12 @@ def are_recorded(files: ShardFiles, rank: int) -> bool:
     return any(record is not None and record.is_verified for record in records)
 
 
+def damage_of_indexes(files: ShardFiles) -> Iterator[DamageError]:
+    """Yield the damage of the index of a checkpoint, or of those of its folders, as far as commits have digests."""
+    for part in files.folder_by_folder():
+        yield from damage_of_index(folder_of_records(part.path, part.format))
+
+
 def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool) -> Iterator[DamageError]:
     """Yield the damage that all shards together show: copies differ, shards are missing, or sums are not as committed.
 
@@ -185,8 +191,9 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
     folder = folder_of_records(files.path, files.format)
     is_kept = not holds_another(folder)
     record = CommitRecord.read(folder) if is_kept else None
-    paths = {absolute_path(path) for rank_paths in files.by_rank.values() for path in rank_paths}
-    committed = set() if record is None else {absolute_path(folder / file) for file in record.files.values()}
+    resolved = absolute_path if absolute_path(files.path).is_relative_to(absolute_path(folder)) else real_path
+    paths = {resolved(path) for rank_paths in files.by_rank.values() for path in rank_paths}
+    committed = set() if record is None else {resolved(folder / file) for file in record.files.values()}
     are_committed, are_others = committed.issuperset(paths), committed.isdisjoint(paths)
     alike = record.sums.keys() if record is not None and are_committed else ()
     sums: dict[str, int] = {}
@@ -195,7 +202,7 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
     except DamageError as error:
         error.where = files.path
         yield error
-    yield from damage_of_index(folder)
+    yield from damage_of_indexes(files)
     if record is None and is_kept and is_taken(folder / COMMIT_RECORD):
         remedy = "reshard-mpi commit writes it anew, if the records of the run are there"
         yield DamageError("the commit record is damaged", where=str(folder / COMMIT_RECORD), remedy=remedy)
@@ -207,9 +214,7 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
         yield DamageError(error.problem, expected=error.expected, got=error.got, where=error.where, remedy=error.remedy)
         return
     # Not if it is a file or the folder of a rank by itself.
-    is_whole = is_folder(folder / STATE) or all(
-        absolute_path(path).parent.parent == absolute_path(folder) for path in paths
-    )
+    is_whole = is_folder(folder / STATE) or all(path.parent.parent == resolved(folder) for path in paths)
     if are_others and is_whole:
         if run is not None:
             yield from _not_of_begun_run(files, run.digest)
@@ -218,7 +223,7 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
     if record is None or not are_committed:
         return
     # An index does not name a file without tensors.
-    placed = {rank: absolute_path(folder / file) for rank, file in record.files.items()}
+    placed = {rank: resolved(folder / file) for rank, file in record.files.items()}
     there = {rank for rank, path in placed.items() if path in paths or exists(path)}
     yield from _missing(there, len(record.files), f"{COMMIT_RECORD} says", files.path)
     for name, value in record.sums.items():

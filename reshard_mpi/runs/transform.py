@@ -205,28 +205,22 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
 
     Nothing is read if each shard has a record with sums, by which it has been checked. Raises ShardError.
     """
-    from reshard_mpi.journal.record_finder import damage_of_index, folder_of_records
-    from reshard_mpi.runs.check_commit import (
-        committed_digests,
-        committed_tensors,
-        require_as_committed,
-        require_as_committed_besides,
-    )
+    from reshard_mpi.runs.check_commit import committed_tensors, require_as_committed, require_as_committed_besides
+    from reshard_mpi.runs.check_sums import damage_of_indexes
 
     source, path = plans.run.conversion.source, plans.run.request.source
-    for damage in damage_of_index(folder_of_records(source.files.path, source.files.format)):
+    for damage in damage_of_indexes(source.files):
         raise damage
-    record = plans.run.source_commit
-    if record is None:
+    commit = plans.run.source_commit
+    if commit is None:
         return
-    digests = committed_digests(source.files) if record.besides else {}
-    require_as_committed_besides(source.files, [*digests.items()][comm.rank :: comm.size])
-    needed = committed_tensors(record, source, plans.run.conversion.needs)
+    require_as_committed_besides(source.files, [*commit.besides.items()][comm.rank :: comm.size])
+    needed = committed_tensors(commit, source, plans.run.conversion.needs)
     mine = needed[comm.rank :: comm.size]
     size_bytes, own_bytes = (sum(tensor.spec.size_bytes for tensor in of) for of in (needed, mine))
     progress.begin(ProgressStage("checking sources", size_bytes), own_bytes)
     memory.reserve_peak(memory.projection.gathering_bytes, f"checking {path}")
-    require_as_committed(record, mine, path, plans.run.conversion.limits, progress.moved)
+    require_as_committed(commit, mine, path, plans.run.conversion.limits, progress.moved)
 
 
 def compare_sources(

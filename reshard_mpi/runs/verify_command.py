@@ -28,8 +28,6 @@ from reshard_mpi.journal.record_files import COMMIT_RECORD
 from reshard_mpi.journal.record_finder import (
     RecordFinder,
     damage_besides,
-    damage_of_index,
-    folder_of_records,
     modified_shards,
     type_and_shape,
 )
@@ -38,13 +36,14 @@ from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor import Governor
-from reshard_mpi.runs.check_commit import commit_about, committed_digests
+from reshard_mpi.runs.check_commit import commit_of
 from reshard_mpi.runs.check_sums import (
     BY_RECORD,
     Summing,
     check_shard,
     check_together,
     damage_of,
+    damage_of_indexes,
     damaged_record,
 )
 from reshard_mpi.runs.maps_and_packing import apply_map, files_of_run, reading_of
@@ -222,7 +221,7 @@ def _opened_pair(
         target = _packed_target(target_files, packed)
         conversion = conversion.changed(target=target.strategy)
     otherwise = made_otherwise(request, digests, chosen_files(files), run, target_files.path)
-    for damage in damage_of_index(folder_of_records(target_files.path, target_files.format)):
+    for damage in damage_of_indexes(target_files):
         raise damage
     memory.on_memory_released(conversion.forget, target.forget)
     memory.reserve_for_planning(Workload(conversion, target_files.format, also_read=target), purpose)
@@ -287,14 +286,14 @@ def verify_by_sums(
     for rank in ranks:
         if rank not in files.by_rank:
             raise shard_files.no_such_rank(files, rank)
-    committed = agreed(lambda: committed_digests(files), comm)
+    digests = agreed(lambda: commit_of(files), comm).besides
 
     def check(rank: int, _: int) -> Outcome:
         def before_sums(summing: Summing) -> None:
             memory.reserve_peak(checking_bytes(files.format, summing), f"rank {rank} of {request.source}")
 
         before_sums(_BEFORE_LOCATING)
-        checked, damage = check_shard(files, rank, LIMITS, before_sums, progress, committed)
+        checked, damage = check_shard(files, rank, LIMITS, before_sums, progress, digests)
         errors = (*damaged_record(files, rank), *damage)
         return Outcome((), tuple(Failure.here(rank, comm, error) for error in errors), checked=(checked,))
 
@@ -417,11 +416,11 @@ def _note_on_unheld_sums(files: shard_files.ShardFiles, checked: Iterable[Checke
     They were not if a checksum alone tells that each file is sound, and no record says which part of a tensor it holds.
     Whether all files are of the one checkpoint that was committed is not known then.
     """
-    record = commit_about(files)
     summed = {tensor.name for shard in checked for tensor in shard.sums}
-    unheld = set() if record is None else record.sums.keys() - summed
+    commit = commit_of(files)
+    unheld = commit.sums.keys() - summed
     if not unheld:
-        return ()
+        return commit.warnings
     wholes = counted(len(unheld), "whole tensor")
     held_by = "transform --verify holds the tensors against them"
     return (f"{COMMIT_RECORD} has sums of {wholes} that are not looked at here: {held_by}",)

@@ -18,7 +18,7 @@ from reshard_mpi.journal.record_finder import RecordFinder
 from reshard_mpi.mapping.tensor_kinds import TensorKind, kind_of
 from reshard_mpi.planning.rank_choice import is_partial_sum
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.check_commit import committed_sums
+from reshard_mpi.runs.check_commit import commit_of
 from reshard_mpi.runs.diff import compare_copies
 from reshard_mpi.runs.maps_and_packing import apply_map
 from reshard_mpi.runs.outcome import Checked, Outcome, agreed, together
@@ -91,7 +91,8 @@ def audit(
         def judged() -> Outcome:
             if comm.rank:
                 return opened.outcome
-            committed = {} if request.map else committed_sums(summed_files)
+            commit = None if request.map else commit_of(opened.source.files)
+            committed = {} if commit is None or commit.packs else commit.sums
             has_sums = bool(committed) or any(shard.by for shard in summed.checked)
             by = [_STRUCTURE, *([_SUMS] if has_sums else []), _VALUES]
             notes = [*opened.outcome.notes, *state.notes]
@@ -306,7 +307,7 @@ def _of_commit(
     """Yield the tensors that are not what was committed.
 
     Args:
-        committed: as of `committed_sums`.
+        committed: the sums that tensors were committed with, by name.
     """
     for content in contents:
         expected, got = committed.get(content.name), f"{content.digest:08x}"

@@ -22,7 +22,7 @@ from support.examples import few
 
 import reshard_mpi
 from reshard_mpi import formats
-from reshard_mpi.errors import TargetError, UsageError
+from reshard_mpi.errors import ShardError, TargetError, UsageError
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import Specs
 from reshard_mpi.formats.safetensors import huggingface
@@ -415,6 +415,12 @@ def test_files_without_an_index(folder: Path, tmp_path: Path) -> None:
     assert "number 3" in refused(*arguments, "--select", "model-00001*")
     one = folder / "model-00001-of-00003.safetensors"
     done("transform", one, tmp_path / "out", "--to", "ckpt", "--jobs", "1")
+
+
+def test_a_folder_whose_only_file_has_gone(tmp_path: Path) -> None:
+    """Another process may replace a checkpoint while it is looked at."""
+    with pytest.raises(ShardError, match="is not there"):
+        huggingface.open_folder(str(tmp_path))
 
 
 def test_a_cache_whose_files_are_links(folder: Path, tmp_path: Path) -> None:

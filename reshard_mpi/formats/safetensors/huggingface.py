@@ -244,8 +244,7 @@ def _listing(folder: str) -> _FolderFiles:
         _require_one_save(folder, MAP, weight_map)
         has_hyper = HYPER not in weight_map.values() and source_files.is_taken(Path(folder, HYPER))
         return _FolderFiles(MAP, weight_map, has_hyper)
-    others = sorted(name for name in source_files.names(folder) if name.endswith(_SUFFIX))
-    others.remove(SINGLE)
+    others = sorted(name for name in source_files.names(folder) if name.endswith(_SUFFIX) and name != SINGLE)
     if others:
         raise ShardError(
             f"other files lie beside {SINGLE}, and no index says whether they belong to it",

@@ -1,0 +1,193 @@
+"""Copies without records are held against what was committed: through links, and in each of several folders."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import torch_peer
+from support.checkpoints import sample
+from support.examples import few
+
+import reshard_mpi
+from reshard_mpi.errors import DisagreementError, ReshardError
+from reshard_mpi.soundness.findings import FindingKind
+
+WHOLE = {"fc.weight": np.arange(24, dtype=np.float32).reshape(4, 6), "fc.bias": np.arange(8, dtype=np.float32) + 100}
+MOMENTS = {name: array + 1000 for name, array in WHOLE.items()}
+CUT = 'mesh = { card = 2 }\n[[parameter]]\nmatch = "*step"\n[[parameter]]\nmatch = "*"\nsplit = { 0 = ["card"] }\n'
+
+
+def saved(path: Path, content: dict[str, Any], *, added: int = 0) -> Path:
+    """Save dictionaries of arrays and plain values as torch does. added: to all elements."""
+
+    def of(value: Any, key: str) -> Any:
+        if isinstance(value, np.ndarray):
+            return torch_peer.tensor(sample("", value + np.float32(added)), key)
+        return {name: of(each, f"{key}_{name}") for name, each in value.items()} if isinstance(value, dict) else value
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch_peer.save(path, of(content, "t"))
+    return path
+
+
+def training(path: Path, *, added: int = 0) -> Path:
+    state = {
+        name: {"step": np.full((), 5, np.float32), "exp_avg": array, "exp_avg_sq": array * 2}
+        for name, array in MOMENTS.items()
+    }
+    groups = [{"lr": 0.125, "params": list(WHOLE)}]
+    return saved(path, {"model": WHOLE, "optimizer": {"state": state, "param_groups": groups}}, added=added)
+
+
+def copied(source: Path, copy: Path) -> Path:
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns(".reshard_mpi"))
+    return copy
+
+
+def flip(folder: Path, array: np.ndarray[Any, Any]) -> Callable[[], object]:
+    """Flip a bit of an array in the file that has it; return what makes it sound again."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "reshard.json")
+    path, content = next((path, data) for path in files if array.tobytes() in (data := path.read_bytes()))
+    place = content.index(array.tobytes())
+    path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    return lambda: path.write_bytes(content)
+
+
+PACKED: dict[str, dict[str, Any]] = {
+    "megatron": {"to": "megatron"},
+    "deepspeed": {"to": "deepspeed", "dp": 2, "zero_stage": 1},
+    "in slices": {"to": "deepspeed", "dp": 2, "zero_stage": 3},
+}
+
+
+@pytest.mark.parametrize("form", PACKED)
+def test_a_link_to_the_folder_of_a_save(tmp_path: Path, form: str) -> None:
+    for seed, name in enumerate(("one", "other")):
+        source = training(tmp_path / f"{name}.pt", added=seed)
+        reshard_mpi.transform(source, tmp_path / name, verify=True, **PACKED[form])
+    copy = copied(tmp_path / "one", tmp_path / "copy")
+    (own,) = (path for path in copy.iterdir() if path.is_dir())
+    newest = tmp_path / "newest"
+    newest.symlink_to(own)
+    reshard_mpi.transform(newest, tmp_path / "sound", to="torch", verify=True)
+    for path in sorted([*own.glob("*.pt"), *own.glob("__*.distcp")]):
+        content, others = path.read_bytes(), (tmp_path / "other" / path.relative_to(copy)).read_bytes()
+        if others == content:
+            continue  # the files of ranks in slices hold nothing of the model
+        path.write_bytes(others)
+        for source in (own, newest):
+            with pytest.raises(ReshardError):
+                reshard_mpi.transform(source, tmp_path / "torn", to="torch", verify=True)
+            assert not (tmp_path / "torn").exists()
+            if form != "megatron":  # its files have no sums of their own
+                with pytest.raises(ReshardError, match=path.name):
+                    reshard_mpi.verify(source)
+        path.write_bytes(content)
+    if form != "megatron":
+        reshard_mpi.verify(newest)
+
+
+def linked(folder: Path, *targets: Path) -> Path:
+    """Make a folder of links to what lies in others, but for the commit record."""
+    folder.mkdir()
+    for path in (path for target in targets for path in target.iterdir() if path.name != "reshard.json"):
+        (folder / path.name).symlink_to(path)
+    return folder
+
+
+@pytest.mark.parametrize("form", few(2, ["ckpt", "safetensors", "hf"]))
+def test_a_folder_of_links(tmp_path: Path, form: str) -> None:
+    (tmp_path / "cut.toml").write_text(CUT)
+    is_cut = form in ("ckpt", "safetensors")
+    strategy = {"dst_strategy": tmp_path / "cut.toml"} if is_cut else {}
+    reading = {"src_strategy": tmp_path / "cut.toml"} if is_cut else {}
+    size = {"max_shard_size": 300} if form == "hf" else {}
+    source = training(tmp_path / "one.pt")
+    reshard_mpi.transform(source, tmp_path / "out", to=form, verify=True, **strategy, **size)
+    copy = copied(tmp_path / "out", tmp_path / "copy")
+    links = linked(tmp_path / "links", copy)
+    reshard_mpi.transform(links, tmp_path / "sound", to="torch", verify=True, **reading)
+    flip(copy, WHOLE["fc.weight"][:2])
+    for way in (copy, links):
+        with pytest.raises(ReshardError, match="is not what the source was committed with"):
+            reshard_mpi.transform(way, tmp_path / "read", to="torch", verify=True, **reading)
+
+
+def test_links_to_files_of_two_commits(tmp_path: Path) -> None:
+    (tmp_path / "cut.toml").write_text(CUT)
+    for seed, name in enumerate(("one", "other")):
+        source = training(tmp_path / f"{name}.pt", added=seed)
+        reshard_mpi.transform(
+            source, tmp_path / f"{name}_out", to="ckpt", verify=True, dst_strategy=tmp_path / "cut.toml"
+        )
+        copied(tmp_path / f"{name}_out", tmp_path / name)
+    links = tmp_path / "links"
+    links.mkdir()
+    for rank, name in enumerate(("one", "other")):
+        (links / f"rank_{rank}").symlink_to(tmp_path / name / f"rank_{rank}")
+    with pytest.raises(DisagreementError, match="files of several commits"):
+        reshard_mpi.transform(links, tmp_path / "torn", to="torch", verify=True, src_strategy=tmp_path / "cut.toml")
+    assert not (tmp_path / "torn").exists()
+
+
+@pytest.mark.parametrize("is_named_again", [False, True])
+def test_branches_in_folders_of_their_own(tmp_path: Path, *, is_named_again: bool) -> None:
+    """Their sums are by the names of tensors in the branch.
+
+    is_named_again: each branch is a dictionary with its own name as the only key.
+    """
+    state = {name: {"exp_avg": array} for name, array in MOMENTS.items()}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.125, "params": list(WHOLE)}]}
+    branches = {"pytorch_model_fsdp_0": ("model", WHOLE), "optimizer_0": ("optimizer", optimizer)}
+    for name, (key, content) in branches.items():
+        source = saved(tmp_path / f"{name}.pt", {key: content} if is_named_again else content)
+        reshard_mpi.transform(source, tmp_path / "out" / name, to="dcp", verify=True)
+    copy = copied(tmp_path / "out", tmp_path / "copy")
+    reshard_mpi.transform(copy, tmp_path / "sound", to="torch", verify=True)
+    assert "sums" in reshard_mpi.audit(copy).checked
+    for name, array, tensor in (
+        ("pytorch_model_fsdp_0", WHOLE["fc.bias"], "model.fc.bias"),
+        ("optimizer_0", MOMENTS["fc.weight"], "optimizer.state.fc.weight.exp_avg"),
+    ):
+        mend = flip(copy / name, array)
+        with pytest.raises(ReshardError, match="is not what the source was committed with") as error:
+            reshard_mpi.transform(copy, tmp_path / "read", to="torch", verify=True)
+        assert tensor in error.value.problem
+        findings = [each.tensor for each in reshard_mpi.audit(copy).findings if each.kind is FindingKind.SUM]
+        assert findings == [tensor]
+        mend()
+    index = copy / "optimizer_0/.metadata"
+    index.write_bytes(index.read_bytes() + b" ")
+    with pytest.raises(ReshardError, match="the index of a checkpoint is not what was committed"):
+        reshard_mpi.transform(copy, tmp_path / "read", to="torch", verify=True)
+    with pytest.raises(ReshardError, match="not what was committed"):
+        reshard_mpi.verify(copy)
+
+
+@pytest.mark.parametrize("form", few(2, ["ckpt", "safetensors", "hdf5", "torch"]))
+def test_files_that_were_renamed(tmp_path: Path, form: str) -> None:
+    """If all are, another checkpoint may have taken the place of the one that was committed."""
+    (tmp_path / "cut.toml").write_text(CUT)
+    for seed, name in enumerate(("one", "other")):
+        source = training(tmp_path / f"{name}.pt", added=seed)
+        reshard_mpi.transform(source, tmp_path / name, to=form, verify=True, dst_strategy=tmp_path / "cut.toml")
+    copy = copied(tmp_path / "one", tmp_path / "copy")
+    (own,) = (copy / "rank_1").iterdir()
+    content, others = own.read_bytes(), (tmp_path / "other" / own.relative_to(copy)).read_bytes()
+    renamed = own.with_name(f"net_1{own.suffix}")
+    own.rename(renamed)
+    reading: dict[str, Any] = {"to": "torch", "verify": True}
+    reading |= {"src_strategy": tmp_path / "cut.toml"} if form != "hdf5" else {}
+    reshard_mpi.transform(copy, tmp_path / "sound", **reading)
+    renamed.write_bytes(others)
+    with pytest.raises(ReshardError):
+        reshard_mpi.transform(copy, tmp_path / "torn", **reading)
+    renamed.write_bytes(content)
+    (copy / "rank_0" / own.name.replace("1", "0")).rename(copy / "rank_0" / renamed.name.replace("1", "0"))
+    report = reshard_mpi.transform(copy, tmp_path / "unheld", **reading)
+    assert any("has sums of files that are not there" in warning for warning in report.warnings)
