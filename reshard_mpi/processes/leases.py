@@ -83,12 +83,12 @@ class ProcessLease:
     """What memory this process may use, until it is closed.
 
     Attributes:
-        on_memory_released: called, one after the other, to free all that the lease is for.
+        on_memory_released: called to free all that the lease is for.
     """
 
     def __init__(self, governor: Governor, say: Say, *, floor: Lease | None = None, start: Start | None = None) -> None:
         self.governor = governor
-        self.on_memory_released: list[Callable[[], None]] = []
+        self.on_memory_released: Callable[[], None] = lambda: None
         self.waited_seconds = start.waited_seconds if start is not None else 0.0
         self._say = say
         self._turns = 0
@@ -181,8 +181,7 @@ class ProcessLease:
         return max(peak_bytes - self._floor_bytes - self._there_bytes, _LEAST_BYTES)
 
     def _release_all(self) -> None:
-        for let_go in self.on_memory_released:
-            let_go()
+        self.on_memory_released()
         floor_bytes = max(self._floor_bytes, resident_bytes(os.getpid()))
         if self._start is not None:  # what it has loaded it will have until its end
             self._floor, self._start = self._lease, None

@@ -156,7 +156,7 @@ def _planned(
     as_they_are = Conversion(sources[0], unsharded(), policy), Conversion(sources[1], unsharded(), policy)
     readings = readings_of_two(*sources)
     conversions, require_some = both_through_map(request, *as_they_are, readings)
-    memory.on_memory_released(*(conversion.forget for conversion in conversions))
+    memory.free_with(*(conversion.forget for conversion in conversions))
     peak_bytes, plans = MEASURING_BYTES if in_numbers else 0, list[RankPlan]()
     warnings, notes_on_ranks = list[str](), list[str]()
     for conversion, other in zip(conversions, reversed(sources)):

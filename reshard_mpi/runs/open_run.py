@@ -245,7 +245,7 @@ def open_run(
     if is_sampled:
         _require_possible_places(request, shards, name, targets, read.target)
     _require_writable(request, name)
-    memory.on_memory_released(conversion.forget)
+    memory.free_with(conversion.forget)
     most_planned = len(targets) if most_planned is None else most_planned
     reserve_for_planning(most_planned)
     conversion.require_fitting_strategies()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -299,7 +299,7 @@ class RunMemory:
         self._no_longer_meanwhile: Callable[[], None] = lambda: None
         self._lease: ProcessLease | None = None
         self._projection: Projection | None = None
-        self._on_memory_released: list[Callable[[], None]] = []
+        self._to_free: Sequence[Callable[[], None]] = ()
 
     def __enter__(self) -> Self:
         return self
@@ -316,13 +316,13 @@ class RunMemory:
         if self._lease is None:
             say, alone = self._progress.waiting, self._comm.size == 1
             self._lease = ProcessLease.open(self._allowance(), os.environ, say, alone=alone)
-            self._lease.on_memory_released.append(self._free)
+            self._lease.on_memory_released = self._free
             self._no_longer_meanwhile = self._comm.meanwhile(self._lease.release_if_contended)
         return self._lease.governor
 
-    def on_memory_released(self, *free: Callable[[], None]) -> None:
+    def free_with(self, *functions: Callable[[], None]) -> None:
         """Set the functions that free what was read and planned, for when other processes need memory."""
-        self._on_memory_released = list(free)
+        self._to_free = functions
 
     def reserve_for_reading(
         self, request: Request, strategies: Strategies | None, purpose: str, *source_formats: str
@@ -408,6 +408,6 @@ class RunMemory:
         return self._lease.take_waited_seconds() if self._lease is not None else 0.0
 
     def _free(self) -> None:
-        for free in self._on_memory_released:
+        for free in self._to_free:
             free()
         gc.collect()

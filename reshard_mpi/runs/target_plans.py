@@ -161,7 +161,7 @@ class TargetPlans:
         """
         run = open_run(request, memory, strategies, known_damage)
         plans = cls(run, comm, memory, on_planned)
-        memory.on_memory_released(run.conversion.forget, plans.forget)
+        memory.free_with(run.conversion.forget, plans.forget)
         plans._plan_all(progress)
         return plans
 

@@ -223,7 +223,7 @@ def _opened_pair(
     otherwise = made_otherwise(request, digests, chosen_files(files), run, target_files.path)
     for damage in damage_of_indexes(target_files):
         raise damage
-    memory.on_memory_released(conversion.forget, target.forget)
+    memory.free_with(conversion.forget, target.forget)
     memory.reserve_for_planning(Workload(conversion, target_files.format, also_read=target), purpose)
     conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
     notes: tuple[str, ...] = ()

@@ -153,7 +153,7 @@ def open_audited(
     # Partial sums of a step that is not finished differ, and are judged by their mean.
     policy = Policy(replicas=request.replicas, accumulated=Accumulated.MEAN, allows_holes=True)
     conversion = Conversion(source, unsharded(), policy)
-    memory.on_memory_released(conversion.forget)
+    memory.free_with(conversion.forget)
     memory.reserve_for_planning(Workload(conversion, files.format, also_read=source), purpose)
     drift = conversion.drifted_tensors(process=comm.rank, processes=comm.size)
     warnings = [drift_warning(drift.copies)] if drift.copies else []
