@@ -22,7 +22,7 @@ from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.open_files import Files
-from reshard_mpi.errors import DamageError, ReshardError, ShardError
+from reshard_mpi.errors import DamageError, ReshardError, ShardError, told
 from reshard_mpi.formats.dtypes import BY_NAME, FLOATS
 from reshard_mpi.formats.locations import paths_of
 from reshard_mpi.formats.manifest import NEST
@@ -44,6 +44,7 @@ from reshard_mpi.runs.progress import Progress, ProgressStage
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.scheduling import assign
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.placement import unravel
 from reshard_mpi.sharding.strategy import unsharded
 from reshard_mpi.soundness.content import TensorContent, bound_of, content_of, lowest_of
 from reshard_mpi.soundness.findings import Finding, FindingKind
@@ -131,9 +132,7 @@ class AuditedCheckpoint(NamedTuple):
 def broken(error: ReshardError, name: str = "", rank: int | None = None) -> Finding:
     """Return an error of a file, or of a tensor, as a finding."""
     kind = FindingKind.SUM if isinstance(error, DamageError) else FindingKind.STRUCTURE
-    parts = (("expected", error.expected), ("got", error.got))
-    detail = ", ".join([error.problem, *(f"{label} {text}" for label, text in parts if text)])
-    return Finding(kind, name, rank, error.where, detail)
+    return Finding(kind, name, rank, error.where, told(error))
 
 
 def open_audited(
@@ -260,7 +259,7 @@ def _of_one(content: TensorContent, place: PlaceOf, role: str) -> Iterator[Findi
     """Yield the findings on one tensor by itself. role: in a quantized weight, or empty."""
     name, values = content.name, content.parts
     bad = content.first_bad
-    element = None if bad is None else _index(bad, content.shape)
+    element = None if bad is None else unravel(bad, content.shape)
     for kind, count, what in (
         (FindingKind.NAN, content.nan, "NaN"),
         (FindingKind.INFINITE, content.infinite, "infinite"),
@@ -365,12 +364,3 @@ def _may_not_be_a_copy(content: TensorContent) -> bool:
     is_told = content.dtype in _ADJUSTABLE or content.dtype in _QUANTISED
     is_mask = content.is_mask or _is_added_mask(content)
     return is_told and not is_mask and not _TABLE.fullmatch(content.name)
-
-
-def _index(number: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the index of an element by its number in row-major order."""
-    index = []
-    for length in reversed(shape):
-        number, place = divmod(number, length)
-        index.append(place)
-    return tuple(reversed(index))
