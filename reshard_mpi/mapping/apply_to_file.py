@@ -79,7 +79,7 @@ def applied_to_file(
             in_order(source.nest, (), source.path)  # refuses a text that is no nest
             with suppress(MapError):  # nothing tells whose state it is
                 training = training_in(source.nest, inventory, source.tied, source.path)
-        optimizers = _optimizers(source, training) if choice.leaves_out else []
+        optimizers = _optimizers(source.nest, training) if choice.leaves_out else []
         mapped = applied(None, choice._replace(owners=owners_by_names(optimizers, inventory)), inventory, forward)
         sources_of = {tensor.name: _sources(tensor) for tensor in mapped.made}
         used = frozenset[str]().union(*sources_of.values())
@@ -125,7 +125,7 @@ def _goes_by_names_below(nest: str | None, training: Training) -> bool:
     """
     if not is_whole_training(nest) or (training.optimizer is not None and training.prefix != MODEL):
         return False
-    optimizers = _optimizers_of(nest, training)
+    optimizers = _optimizers(nest, training)
     by_names = [optimizer for optimizer in optimizers if optimizer.form in (Form.NAMES, Form.FLAT)]
     names = Counter(name for optimizer in by_names for name in optimizer.parameters)
     return not optimizers or (bool(by_names) and max(names.values(), default=1) == 1)
@@ -154,7 +154,7 @@ def _mapped(
     named = named_tensors(training, shapes, source.path, is_stripped=is_stripped)
     plain = {name: inventory[in_file] for name, in_file in named.items()}
     prefix = training.prefix if is_stripped else ""
-    optimizers = _optimizers(source, training)
+    optimizers = _optimizers(source.nest, training)
     told = owners_by_names(optimizers, inventory).items()
     apart = beside = {name: name for name, in_file in named.items() if name == in_file}
     of_optimizers = tuple(begin for optimizer in optimizers for begin in begins_of(optimizer.path))
@@ -249,11 +249,7 @@ def _told_of_order(training: Training, path: str) -> Iterator[str]:
         )
 
 
-def _optimizers(source: SourceTree, training: Training) -> list[Optimizer]:
-    return _optimizers_of(source.nest, training)
-
-
-def _optimizers_of(nest: str | None, training: Training) -> list[Optimizer]:
+def _optimizers(nest: str | None, training: Training) -> list[Optimizer]:
     nodes = [] if nest is None else optimizers_of(parsed(nest).root, training)
     return [optimizer for _, optimizer in nodes]
 

@@ -292,7 +292,7 @@ def _block_pairs(
     right = _side(target_term, target_block, sizes, captures[1])
     left_place, right_place = left.place_of(), right.place_of()
     axes = [axis for axis in dict.fromkeys((*left_place, *right_place)) if not axis.isdecimal() or int(axis) != 1]
-    kept = [_kept(digits, left_place, right_place, sizes) for digits in left.digits]
+    kept = [_kept(digits, right_place, sizes) for digits in left.digits]
     inner = {axis for axis_names in kept for axis in axis_names}
     outer = [axis for axis in axes if axis not in inner]
     count = math.prod(length_of(axis, sizes) for axis in outer)
@@ -323,12 +323,7 @@ def _block_pairs(
         yield term_tensor, BoxPair(holder, region, to, order if is_transposed else None)
 
 
-def _kept(
-    digits: tuple[_Digit, ...],
-    left_place: Mapping[str, tuple[int, int]],
-    right_place: Mapping[str, tuple[int, int]],
-    sizes: Sizes,
-) -> list[str]:
+def _kept(digits: tuple[_Digit, ...], right_place: Mapping[str, tuple[int, int]], sizes: Sizes) -> list[str]:
     """Return the axes of a source dimension that lie together as the minor ones of one target dimension as well."""
     kept = list[str]()
     run = 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from reshard_mpi.errors import LayoutError, StrategyError
@@ -282,9 +282,7 @@ def _following(companion: Companion, placement: Placement, shape: Shape) -> Plac
             continue
         cuts = placement.slices(relation.dim)
         own = lengths.get(relation.dim) or (shape[relation.dim] // cuts,) * cuts
-        places = [0]
-        for length in own:
-            places.append(places[-1] + length)
+        places = list(accumulate(own, initial=0))
         bounds = [relation.length(place) for place in places]
         starts = [place for place in places[:-1] if place != shape[relation.dim]]  # a slice at the end is empty
         if any(place * relation.own % relation.step for place in starts):  # where pieces say where they lie

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -330,19 +331,16 @@ class Overflow(NamedTuple):
 
 def joined(overflows: Iterable[Overflow]) -> tuple[Overflow, ...]:
     """Return one record for each tensor of one type, with the elements of all its records."""
-    elements: dict[tuple[str, str], int] = {}
+    elements = Counter[tuple[str, str]]()
     for overflow in overflows:
-        key = (overflow.tensor, overflow.dtype)
-        elements[key] = elements.get(key, 0) + overflow.elements
+        elements[overflow.tensor, overflow.dtype] += overflow.elements
     return tuple(Overflow(tensor, dtype, count) for (tensor, dtype), count in elements.items())
 
 
 def overflow_warnings(targets: Iterable[Iterable[Overflow]]) -> Iterator[str]:
     """Yield warnings on the overflows of all targets, one for each tensor."""
     records = [overflow for target in targets for overflow in target]
-    in_targets: dict[tuple[str, str], int] = {}
-    for tensor, dtype, _ in records:
-        in_targets[tensor, dtype] = in_targets.get((tensor, dtype), 0) + 1
+    in_targets = Counter((tensor, dtype) for tensor, dtype, _ in records)
     totals = joined(records)
     for tensor, dtype, elements in totals[:_MAX_TOLD]:
         are, targets_of_it = "is" if elements == 1 else "are", in_targets[tensor, dtype]

@@ -78,16 +78,14 @@ class Layout:
         self.shape = shape
         self._bounds: dict[int, tuple[int, ...]] = {}
         for dim, sizes in placement.sizes:
-            bounds = [0]
-            for size in sizes:
-                bounds.append(bounds[-1] + size)
+            bounds = tuple(accumulate(sizes, initial=0))
             if bounds[-1] != shape[dim]:
                 raise LayoutError(
                     f"the sizes given for dimension {dim} do not add up to the tensor",
                     expected=f"{shape[dim]} of shape {list(shape)}",
                     got=f"{bounds[-1]} = sum of {list(sizes)}",
                 )
-            self._bounds[dim] = tuple(bounds)
+            self._bounds[dim] = bounds
         for dim in range(len(placement.split)):
             if dim not in self._bounds and shape[dim] % placement.slices(dim):
                 raise LayoutError(

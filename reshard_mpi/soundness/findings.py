@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -159,7 +160,8 @@ class AuditReport(NamedTuple):
         texts = [each.as_line() for each in shown]
         rest = len(self.findings) - len(shown)
         if rest:
-            counts = ", ".join(f"{count} {kind}" for kind, count in _counts(self.findings).items())
+            of_kinds = Counter(each.kind for each in self.findings)
+            counts = ", ".join(f"{count} {kind}" for kind, count in of_kinds.items())
             texts.append(f"and {rest} more (--verbose or --json lists all): {counts}")
         return texts
 
@@ -172,26 +174,18 @@ class AuditReport(NamedTuple):
         return f"{of_what} in {self.seconds:.2f} s{by}: {found}"
 
 
-def _counts(findings: Sequence[Finding]) -> dict[FindingKind, int]:
-    counts: dict[FindingKind, int] = {}
-    for each in findings:
-        counts[each.kind] = counts.get(each.kind, 0) + 1
-    return counts
-
-
 def _shared_out(findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings that fit on a screen: of each kind the first ones."""
-    counts = _counts(findings)
+    counts = Counter(each.kind for each in findings)
     share = max(1, _MOST_LINES // max(1, len(counts)))
     shown: list[Finding] = []
-    taken: dict[FindingKind, int] = {}
+    taken = Counter[FindingKind]()
     spare = _MOST_LINES - sum(min(share, count) for count in counts.values())
     for each in findings:
-        number = taken.get(each.kind, 0)
-        if number >= share:
+        if taken[each.kind] >= share:
             if spare <= 0:
                 continue
             spare -= 1
-        taken[each.kind] = number + 1
+        taken[each.kind] += 1
         shown.append(each)
     return shown

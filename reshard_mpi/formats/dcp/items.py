@@ -248,20 +248,17 @@ class _Locating:
 
     def _content(self, item: WantedItem) -> FileContent:
         if not archive.is_archive(self._file.read(item.offset_bytes, 4)):
-            raise self._unusual(item, "no archive of torch")
+            raise ShardError(
+                f"{named(item.key)} cannot be read",
+                expected="a plain tensor or object as torch.save writes it",
+                got="no archive of torch",
+                where=f"{self._file.path}, byte {item.offset_bytes}",
+            )
         try:
             return of_archive(self._archive(item))
         except ShardError as error:
             error.problem = f"{named(item.key)}: {error.problem}"
             raise
-
-    def _unusual(self, item: WantedItem, what: str) -> ShardError:
-        return ShardError(
-            f"{named(item.key)} cannot be read",
-            expected="a plain tensor or object as torch.save writes it",
-            got=what,
-            where=f"{self._file.path}, byte {item.offset_bytes}",
-        )
 
     def _sorts_of(self, item: WantedItem, head: bytes, payload_start: int, content: FileContent) -> list[_ItemTemplate]:
         """Return the bytes common to items like this one, if torch laid it out."""

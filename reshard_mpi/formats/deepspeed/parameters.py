@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -237,10 +238,10 @@ def _shapes(states: RankStates, model_rank: int, weights: Mapping[str, Value]) -
     """Yield the shapes of each group of a model-parallel rank, in the order in which they lie in its vectors."""
     shares = states.shares(model_rank)
     for number in range(len(shares[0].groups)):
-        sizes: dict[str, int] = {}
+        sizes = Counter[str]()
         for share in shares:
-            for name, elements in share.pieces[number].items() if number < len(share.pieces) else ():
-                sizes[name] = sizes.get(name, 0) + elements
+            if number < len(share.pieces):
+                sizes.update(share.pieces[number])
         yield {name: _shape(name, size, weights, shares[0].path) for name, size in sizes.items()}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -141,11 +142,10 @@ class _WholeNames:
                         experts = max(experts, int(match["number"]) + 1)
         # A pipeline goes through the first chunks of all stages, then through the second ones.
         self._first: dict[tuple[int, int], dict[str, int]] = {}
-        totals: dict[str, int] = {}
+        totals = Counter[str]()
         for place in sorted(counts):
             self._first[place] = dict(totals)
-            for before, count in counts[place].items():
-                totals[before] = totals.get(before, 0) + count
+            totals.update(counts[place])
         self._experts = experts
 
     def whole(self, rank: RankFiles, chunk: int, name: str) -> str:
