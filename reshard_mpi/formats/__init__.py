@@ -1,6 +1,7 @@
 """Find formats by name, and recognize their files and folders (`by_name`, `name_of`, `names_of_folder`).
 
-A format's module, and with it a library, is imported only when it is needed.
+A format's module, and with it a library, is imported only when it is needed. What is imported here `as` itself is the
+registry's, and may be taken from here.
 """
 
 from __future__ import annotations
@@ -11,38 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from reshard_mpi.errors import UsageError
-from reshard_mpi.formats.registry import FormatInfo, all_formats, info, left_out, names, register, targets, unregister
+from reshard_mpi.formats.registry import FormatInfo as FormatInfo
+from reshard_mpi.formats.registry import all_formats as all_formats
+from reshard_mpi.formats.registry import info as info
+from reshard_mpi.formats.registry import left_out as left_out
+from reshard_mpi.formats.registry import names as names
+from reshard_mpi.formats.registry import register as register
+from reshard_mpi.formats.registry import targets as targets
+from reshard_mpi.formats.registry import unregister as unregister
 
 if TYPE_CHECKING:
     from reshard_mpi.formats.protocol import FolderFormat, Format, PackingFormat
-
-
-__all__ = [
-    "DEFAULT",
-    "DEFAULT_PREFIX",
-    "FormatInfo",
-    "all_formats",
-    "by_name",
-    "folder_by_name",
-    "folders_meant",
-    "index_of",
-    "info",
-    "is_mark",
-    "left_out",
-    "marks_in",
-    "name_of",
-    "names",
-    "names_of_folder",
-    "packing_by_name",
-    "pointer_files",
-    "register",
-    "require_target",
-    "suffixes",
-    "target_file",
-    "targets",
-    "title",
-    "unregister",
-]
 
 _BEGINNING_BYTES = 4096
 # What frameworks call the folder of an iteration.
