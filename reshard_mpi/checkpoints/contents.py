@@ -190,14 +190,14 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         return [heading, *contents, *lines, _total_line(facts["totals"])]
     size = format_bytes(facts["size_bytes"])
     holders = counted(len(facts["files"]), "file") if "files" in facts else counted(facts["ranks"], "rank")
-    pieces = sum(shard.get("pieces", 0) for shards in facts["shards"].values() for shard in shards)
+    shards = [shard for of_rank in facts["shards"].values() for shard in of_rank]
+    pieces = sum(shard.get("pieces", 0) for shard in shards)
     cut = f" in {counted(pieces, 'piece')}" if pieces else ""
     lines = [f"checkpoint: {holders}, {facts['format']}, {size} of tensors{cut}", *facts["notes"]]
     if "names" in facts:
         lines += [*_tensor_lines(facts), *_value_lines(facts)]
     else:
         lines += [*content_lines(facts.get("contents", {})), *_file_lines(facts)]
-    shards = (shard for shards in facts["shards"].values() for shard in shards)
     lost = (_lost_lines(lossy) for lossy in (*shards, facts))
     lines += dict.fromkeys(line for of_shard in lost for line in of_shard)
     lines.append(_total_line(facts["totals"]))

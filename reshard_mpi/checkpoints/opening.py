@@ -186,9 +186,7 @@ def _require_no_part(manifest: Manifest) -> None:
 
 
 def _described(manifest: Manifest) -> Strategy | None:
-    if manifest.identity is None:
-        return None
-    return strategy_table.stated(manifest.identity.strategy, manifest.path)
+    return None if manifest.identity is None else strategy_table.stated(manifest.identity.strategy, manifest.path)
 
 
 def _recorded(files: ShardFiles) -> Strategy | None:

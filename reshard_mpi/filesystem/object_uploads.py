@@ -206,9 +206,7 @@ class Upload:
             except TargetError:
                 return []
             for part in answer.get("Parts", ()):
-                told = part.get("ChecksumCRC32") if self.has_crc else None
-                crc = None if told is None else int.from_bytes(base64.b64decode(told), "big")
-                found.append(SentPart(part["PartNumber"], part["ETag"], part["Size"], crc))
+                found.append(SentPart(part["PartNumber"], part["ETag"], part["Size"], self._crc_in(part)))
             if not answer.get("IsTruncated"):
                 return found
             marks = {"PartNumberMarker": answer["NextPartNumberMarker"]}
@@ -237,9 +235,12 @@ class Upload:
             raise StoreError(
                 "the object store copies no ranges", expected="the tag of a part", got="none", where=str(self.place)
             )
-        told = result.get("ChecksumCRC32") if self.has_crc else None
-        crc = None if told is None else int.from_bytes(base64.b64decode(told), "big")
-        return SentPart(number, result["ETag"], length_bytes, crc)
+        return SentPart(number, result["ETag"], length_bytes, self._crc_in(result))
+
+    def _crc_in(self, part: Mapping[str, Any]) -> int | None:
+        """Return the sum that the store tells of a part; None if it tells none."""
+        told = part.get("ChecksumCRC32") if self.has_crc else None
+        return None if told is None else int.from_bytes(base64.b64decode(told), "big")
 
     def complete(self, parts: Sequence[SentPart], *, only_new: bool) -> ObjectState:
         """Make the object of its parts, in their order; return it.

@@ -174,8 +174,8 @@ def _require_complete(folder: Path, identity: RunIdentity, besides: str) -> list
     targets = recorded_targets(folder, identity)
     records = [record for record in targets.values() if isinstance(record, TargetRecord)]
     if len(records) < target_ranks:
-        missing = ranges(rank for rank in range(target_ranks) if not isinstance(targets.get(rank), TargetRecord))
-        first = next(rank for rank in range(target_ranks) if not isinstance(targets.get(rank), TargetRecord))
+        lacking = [rank for rank in range(target_ranks) if not isinstance(targets.get(rank), TargetRecord)]
+        first, missing = lacking[0], ranges(lacking)
         raise TransformError(
             f"{target_ranks - len(records)} of {target_ranks} targets are not complete: {missing}",
             expected="all of them written by this run, as their records say",

@@ -93,10 +93,7 @@ class ObjectPublication(Publication):
         return Path(f"/proc/self/fd/{self.descriptor}")
 
     def __enter__(self) -> Self:
-        if self._is_streamed:
-            self.descriptor = os.memfd_create("target")
-        else:
-            self.descriptor = _disk_file()
+        self.descriptor = os.memfd_create("target") if self._is_streamed else _disk_file()
         return self
 
     def move_to_disk(self) -> None:

@@ -105,9 +105,7 @@ def joined_maps(words: Sequence[str]) -> str:
 
 def glob_of(chosen: str) -> str | None:
     """Return the glob that chooses the same files; None if no glob does, since the files have nothing in common."""
-    if _UNLIKE.search(chosen):
-        return None
-    return "*".join(map(glob.escape, chosen.split("<rank>")))
+    return None if _UNLIKE.search(chosen) else "*".join(map(glob.escape, chosen.split("<rank>")))
 
 
 class RunIdentity(NamedTuple):

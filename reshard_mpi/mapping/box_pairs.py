@@ -358,10 +358,7 @@ def _used(product: Product, sizes: Sizes) -> list[tuple[int, int]]:
     spans, stride = [(0, 1)], 1
     for factor in reversed(product):
         length = extent((factor,), sizes)
-        if isinstance(factor, Padded):
-            inner = _used(factor.product, sizes)
-        else:
-            inner = [(0, length)]
+        inner = _used(factor.product, sizes) if isinstance(factor, Padded) else [(0, length)]
         if spans == [(0, stride)]:  # nothing of what is minor is padding
             spans = [(first * stride, last * stride) for first, last in inner]
         else:

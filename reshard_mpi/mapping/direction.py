@@ -97,9 +97,7 @@ def filled(term: Term, shared: Mapping[str, str], values: tuple[int, ...]) -> st
 
 def shown_term(term: Term) -> str:
     """Return the name and the number of dimensions of a term, as words."""
-    if term.dims is None:
-        return term.name.text
-    return f"{term.name.text} of {counted(len(term.dims), 'dimension')}"
+    return term.name.text if term.dims is None else f"{term.name.text} of {counted(len(term.dims), 'dimension')}"
 
 
 def shown(inventory: Inventory) -> str:

@@ -67,9 +67,7 @@ class Box:
         self._require_same_ndim(other)
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        if any(low >= high for low, high in zip(start, stop)):
-            return None
-        return Box(start, stop)
+        return None if any(low >= high for low, high in zip(start, stop)) else Box(start, stop)
 
     def _require_same_ndim(self, other: Box) -> None:
         if len(self.start) != len(other.start):

@@ -183,9 +183,7 @@ def _without_members(optimizer: Dict) -> Dict:
 
 def _chained(optimizer: Value) -> list[Dict]:
     """Return the optimizers of a rank: several are in a list, or have numbers for keys."""
-    if type(optimizer) is list:
-        return [own for own in optimizer if type(own) is Dict]
-    return chained(optimizer)
+    return [own for own in optimizer if type(own) is Dict] if type(optimizer) is list else chained(optimizer)
 
 
 def _inner(optimizer: Dict) -> Dict:

@@ -147,9 +147,7 @@ def _root(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> Dict
         root = rebuild_tree.rebuild({name: NestTensor(name) for name in tensors}, strings)
     except NestError as error:
         raise _not_held("nested dictionaries that hold the tensors by their names", error.problem) from None
-    if type(root) is not Dict:
-        return Dict()
-    return Dict.of((key, _plain(value)) for key, value in root.pairs())
+    return Dict.of((key, _plain(value)) for key, value in root.pairs()) if type(root) is Dict else Dict()
 
 
 def _plain(value: Value) -> Value:

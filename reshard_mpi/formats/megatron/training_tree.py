@@ -140,9 +140,7 @@ def _with_copies(key: str, tensor: TensorPieces, state: Mapping[str, Value], fol
                 remedy="copy or restore all files of one save",
             )
     main = state.get(FP32)
-    if main is None:
-        return tensor
-    return tensor._replace(pieces=(*tensor.pieces, *main.pieces_as(tensor.dtype)))
+    return tensor if main is None else tensor._replace(pieces=(*tensor.pieces, *main.pieces_as(tensor.dtype)))
 
 
 def _groups(training: SavedTraining) -> tuple[list[tuple[Dict, list[str]]], str]:

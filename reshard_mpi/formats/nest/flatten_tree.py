@@ -387,6 +387,4 @@ _PLAIN_KEYS = frozenset((type(None), bool, int, float, str, bytes))
 
 def _is_key(value: Value) -> bool:
     """Tell whether a value may be the key of an entry: a plain one, or a tuple of such."""
-    if type(value) is tuple:
-        return all(type(item) in _PLAIN_KEYS for item in value)
-    return type(value) in _PLAIN_KEYS
+    return all(type(item) in _PLAIN_KEYS for item in (value if type(value) is tuple else (value,)))
