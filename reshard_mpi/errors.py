@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from reshard_mpi.text import lines, one_line
+from reshard_mpi.text import beginning, lines, one_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -141,8 +141,7 @@ _MAX_QUOTED = 80
 
 def wrong_type(name: str, expected: str, value: object) -> WrongTypeError:
     """Return the error for an argument `name` of a type that it cannot have."""
-    text = repr(value)
-    got = f"{type(value).__name__}: {text[:_MAX_QUOTED]}{'...' * (len(text) > _MAX_QUOTED)}"
+    got = f"{type(value).__name__}: {beginning(repr(value), _MAX_QUOTED)}"
     return WrongTypeError(f"{name} is of a wrong type", expected=expected, got=got)
 
 

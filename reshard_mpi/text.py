@@ -81,6 +81,11 @@ def first_few(things: Sequence[object], most: int) -> str:
     return ", ".join(map(str, things[:most])) + (" ..." if len(things) > most else "")
 
 
+def beginning(text: str, most: int) -> str:
+    """Return a text, of a long one the first `most` characters: `abc...`."""
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` with the known name that is most like `name`; empty text if none is like it.
 

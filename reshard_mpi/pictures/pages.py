@@ -24,7 +24,7 @@ from reshard_mpi.pictures.figures import DrawnMove, Figures, TensorCut, grid_of
 from reshard_mpi.pictures.matrix import matrix_scene
 from reshard_mpi.pictures.scene import svg_of
 from reshard_mpi.pictures.tensor_cuts import cut_scene
-from reshard_mpi.text import counted, format_bytes, natural_key, one_line
+from reshard_mpi.text import beginning, counted, format_bytes, natural_key, one_line
 
 _PAGE, _STYLE, _SCRIPT = (Path(__file__).with_name(f"page.{ending}") for ending in ("html", "css", "js"))
 # What a page holds at most: characters of pictures and of names; of one tensor, moves; and feeds.
@@ -120,8 +120,7 @@ class _Names:
         for name in cut.names:
             if names and self._room <= 0:
                 break
-            shown = one_line(name)
-            names.append(shown if len(shown) <= _MOST_NAME else f"{shown[:_MOST_NAME]}...")
+            names.append(beginning(one_line(name), _MOST_NAME))
             self._room -= len(names[-1])
         return names
 
@@ -325,5 +324,4 @@ def _text(text: str) -> str:
 
 
 def _short(text: str) -> str:
-    shown = one_line(text)
-    return shown if len(shown) <= _MOST_TEXT else f"{shown[:_MOST_TEXT]}..."
+    return beginning(one_line(text), _MOST_TEXT)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard_mpi.mapping.tensor_kinds import TensorKind, kind_of
-from reshard_mpi.text import counted, json_number, one_line
+from reshard_mpi.text import beginning, counted, json_number, one_line
 
 if TYPE_CHECKING:
     from reshard_mpi.engine.value_distance import ValueDistance
@@ -249,6 +249,4 @@ def _summary_line(summary: _KindSummary) -> str:
 
 
 def _shown(value: str | None) -> str:
-    if value is None:
-        return "not there"
-    return value if len(value) <= _MOST_CHARACTERS else f"{value[:_MOST_CHARACTERS]}..."
+    return "not there" if value is None else beginning(value, _MOST_CHARACTERS)

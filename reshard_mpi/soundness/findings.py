@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard_mpi.sharding.strategy import Pattern
-from reshard_mpi.text import counted, format_bytes, natural_key, one_line
+from reshard_mpi.text import beginning, counted, format_bytes, natural_key, one_line
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.outcome import Outcome
@@ -83,7 +83,7 @@ class Finding(NamedTuple):
     def as_line(self) -> str:
         """Return the finding in one line, with unprintable characters escaped."""
         place = ", ".join(filter(None, ("" if self.rank is None else f"rank {self.rank}", self.file)))
-        detail = self.detail if len(self.detail) <= _MOST_DETAIL else f"{self.detail[:_MOST_DETAIL]}..."
+        detail = beginning(self.detail, _MOST_DETAIL)
         named = f" {self.tensor!r}" if self.tensor else ""
         return one_line(f"{self.severity}: {self.kind}{named}: {detail}{f' ({place})' if place else ''}")
 

@@ -29,7 +29,7 @@ from reshard_mpi.formats.nest.nodes import (
     parsed,
     require_short,
 )
-from reshard_mpi.text import json_number
+from reshard_mpi.text import beginning, json_number
 
 
 def rebuild(leaves: Mapping[str, Value], strings: Mapping[str, str]) -> Value:
@@ -245,9 +245,7 @@ def _values(value: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _quoted(text: str | None) -> str:
-    if text is None:
-        return "not there"
-    return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}..."
+    return "not there" if text is None else beginning(text, _MAX_QUOTED)
 
 
 # What stands for each tensor in the tree.
