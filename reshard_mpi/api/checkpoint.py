@@ -7,7 +7,6 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import zip_longest
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard_mpi.api.calls import Index, PathLike, chosen_of, public, request_of, require_fitting
@@ -259,9 +258,7 @@ class Checkpoint(Mapping[str, Tensor]):
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import cache
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reshard_mpi.errors import ShardError
@@ -107,9 +106,7 @@ class Files:
     def __enter__(self) -> Files:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for source in self._sources.values():
             source.close()
         self._sources.clear()
