@@ -154,11 +154,10 @@ class SourceMaps(NamedTuple):
         """Return the result of the maps packed into files, by one step more that cuts its tensors for them."""
         *first, last = outcome.steps
         packed = packing.pack(outcome.kinds, outcome.manifest.strings, last.mapped.own_types)
-        if packed is not None:
-            last = last.in_own_types
-        outcome = outcome._replace(packed=packed, whole=last.planned)
         if packed is None:
-            return outcome
+            return outcome._replace(whole=last.planned)
+        last = last.in_own_types
+        outcome = outcome._replace(packed=packed, whole=last.planned)
         _require_absent(packed.absent, [name for step in outcome.steps for name in step.mapped.left_out])
         parts = parts_of(packed, () if packing.by_file else packed.files, outcome.kinds)
         steps = (*first, last, self._planned(parts, None, outcome.whole))
