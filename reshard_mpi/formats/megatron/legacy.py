@@ -280,8 +280,7 @@ def numbered_states(
 
     Raises ShardError if the state is not of these, or it cannot be told whose is which.
     """
-    inner = optimizer.get("optimizer")
-    inner = inner if type(inner) is Dict else optimizer
+    inner = _inner(optimizer)
     states = inner.get("state")
     groups = list(_groups(inner, optimizer.get(_MAIN), rank.path))
     numbered = {key: own for key, own in states.pairs() if type(key) is int} if type(states) is Dict else {}
