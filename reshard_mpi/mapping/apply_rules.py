@@ -12,7 +12,7 @@ from reshard_mpi.formats.dtypes import FLOATS, DType
 from reshard_mpi.mapping.box_pairs import TargetShape, TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory, UnfitMapError, shown, told_direction
 from reshard_mpi.mapping.follow_parameters import followed
-from reshard_mpi.mapping.matching import Match, matches, usual_notes, whole_pair
+from reshard_mpi.mapping.matching import Match, matches, usual_notes
 from reshard_mpi.mapping.numbered_state import STATE
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY
 from reshard_mpi.mapping.result import (
@@ -281,7 +281,7 @@ def _tensors(
     parameter_names = {name for match in taken.matches for name in match.sources.values()}
     position = {name: number for number, name in enumerate(inventory)}
     # One for all tensors of a shape: tensors that are made in the same way are planned and moved together.
-    wholes = {kind.shape: TargetShape(kind.shape, (whole_pair(_OWN, kind.shape),), ()) for kind in inventory.values()}
+    wholes = {kind.shape: TargetShape.whole(_OWN, kind.shape) for kind in inventory.values()}
     by_match = [
         (position[name], DerivedTensor(name, kind.dtype, wholes[kind.shape], {_OWN: name}, ""))
         for name, kind in ((name, inventory[name]) for name in taken.kept)

@@ -150,6 +150,11 @@ class BoxPair(NamedTuple):
     to: Box
     order: tuple[int, ...] | None
 
+    @classmethod
+    def whole(cls, source: TermTensor, shape: tuple[int, ...]) -> BoxPair:
+        """Return the pair that takes a tensor as it is."""
+        return cls(source, Box.whole(shape), Box.whole(shape), None)
+
     @property
     def move(self) -> Move:
         return Move(self.region, self.to, self.order)
@@ -161,6 +166,11 @@ class TargetShape(NamedTuple):
     shape: tuple[int, ...]
     pairs: tuple[BoxPair, ...]
     zeros: tuple[Box, ...]
+
+    @classmethod
+    def whole(cls, source: TermTensor, shape: tuple[int, ...]) -> TargetShape:
+        """Return what a tensor becomes that is taken as it is."""
+        return cls(shape, (BoxPair.whole(source, shape),), ())
 
 
 class Geometry(NamedTuple):

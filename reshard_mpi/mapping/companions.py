@@ -229,9 +229,8 @@ class _Following:
             return self._shapes[key]
         is_stated = companion.role == "shape" and companion.dims == new.dims == (None,)  # and said anew when planned
         if is_stated or (new.dims == companion.dims and self._is_whole):
-            pair = self._tensor.shape.pairs[0]
-            whole = Box.whole(kinds[pair.source])
-            shape = TargetShape(whole.shape, (BoxPair(pair.source, whole, whole, None),), ())
+            source = self._tensor.shape.pairs[0].source
+            shape = TargetShape.whole(source, kinds[source])
         else:
             pairs: dict[Box, BoxPair] = {}
             for pair in self._tensor.shape.pairs:

@@ -12,9 +12,9 @@ from math import prod
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.mapping.box_pairs import Geometry, TargetShape, TermTensor
+from reshard_mpi.mapping.box_pairs import BoxPair, Geometry, TargetShape, TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory, TemplateShapes
-from reshard_mpi.mapping.matching import Match, whole_pair
+from reshard_mpi.mapping.matching import Match
 from reshard_mpi.mapping.rules import EquationRule, Rules
 from reshard_mpi.mapping.tensor_kinds import (
     NameAffixes,
@@ -122,7 +122,7 @@ def _is_sum(shape: tuple[int, ...], of_parameter: tuple[int, ...]) -> bool:
 
 def is_copied(match: Match, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Tell whether tensors that an equation makes are its source as it is, under other names."""
-    wholes = [whole_pair(place, shapes[name]) for place, name in match.sources.items()]
+    wholes = [BoxPair.whole(place, shapes[name]) for place, name in match.sources.items()]
     return all(
         [pair._replace(order=None) for pair in made.pairs] == wholes
         and not made.zeros
@@ -147,8 +147,8 @@ def _chosen(
 
 def _of_kept(rule: EquationRule, name: str, target: str, inventory: Inventory) -> Match:
     """Return how the state of a parameter that no equation takes gets another name."""
-    place, shape = TermTensor(0, ()), inventory[name].shape
-    whole = TargetShape(shape, (whole_pair(place, shape),), ())
+    place = TermTensor(0, ())
+    whole = TargetShape.whole(place, inventory[name].shape)
     return Match(rule, {place: name}, {place: target}, Geometry({place: whole}, {}))
 
 
@@ -171,8 +171,7 @@ def _state(
         return Match(rule, sources, targets, match.geometry, equal)
     # A number of each parameter, such as its step: all must have the same.
     (first, name), *others = sources.items()
-    shape = inventory[name].shape
-    whole = TargetShape(shape, (whole_pair(first, shape),), ())
+    whole = TargetShape.whole(first, inventory[name].shape)
     return Match(
         rule,
         {first: name},

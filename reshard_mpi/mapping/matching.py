@@ -11,7 +11,6 @@ from reshard_mpi.errors import MapError
 from reshard_mpi.mapping.axis_sizes import Dimension, Sizes, SizesProblem, UntoldLength, names_in, solved
 from reshard_mpi.mapping.box_pairs import (
     MAX_PAIRS,
-    BoxPair,
     EquationProblem,
     Geometry,
     TargetShape,
@@ -35,7 +34,6 @@ from reshard_mpi.mapping.direction import (
 )
 from reshard_mpi.mapping.equations import Term, pads_of
 from reshard_mpi.mapping.rules import EquationRule, Rules
-from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import did_you_mean, shortened
 
 _MAX_SHOWN = 1_000  # characters
@@ -59,16 +57,9 @@ def fitted(
     Raises SizesProblem or EquationProblem.
     """
     if source[0].dims is None:
-        numbers = range(len(target))
-        wholes = [shapes[0] if rule.copies else shapes[number] for number in numbers]
-        origins = [0 if rule.copies else number for number in numbers]
-        return Geometry(
-            {
-                TermTensor(number, ()): TargetShape(shape, (whole_pair(TermTensor(origin, ()), shape),), ())
-                for number, shape, origin in zip(numbers, wholes, origins)
-            },
-            {},
-        )
+        origins = [0 if rule.copies else number for number in range(len(target))]
+        wholes = (TargetShape.whole(TermTensor(origin, ()), shapes[origin]) for origin in origins)
+        return Geometry({TermTensor(number, ()): whole for number, whole in enumerate(wholes)}, {})
     dimensions = _dimensions(source, shapes)
     for axis, length in counts.items():
         if axes.get(axis, length) != length:
@@ -104,11 +95,6 @@ def _dimensions(side: Sequence[Term], shapes: Sequence[tuple[int, ...]]) -> list
         for term, shape in zip(side, shapes)
         for number, (dim, length) in enumerate(zip(term.dims or (), shape))
     ]
-
-
-def whole_pair(place: TermTensor, shape: tuple[int, ...]) -> BoxPair:
-    """Return the pair that takes a tensor as it is."""
-    return BoxPair(place, Box.whole(shape), Box.whole(shape), None)
 
 
 class Match(NamedTuple):
