@@ -58,10 +58,7 @@ def origin_of(conversion: Conversion, name: str) -> TensorLineage:
 
 def source_groups(conversion: Conversion, target_rank: int, names: tuple[str, ...]) -> Mapping[str, SourceGroup]:
     """Return how the source holds the tensors that are read for a target."""
-    if conversion.view is not None:
-        both = conversion.view.original.held(0, names)
-    else:
-        both = conversion.held(target_rank, names)
+    both = conversion.held(target_rank, names) if conversion.view is None else conversion.view.original.held(0, names)
     return {name: held.group for name, held in both.items()}
 
 

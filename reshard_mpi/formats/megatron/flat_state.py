@@ -402,11 +402,11 @@ def _in_order(name: str, tensor: TensorPieces, folder: str) -> list[_Part]:
             where=f"{name} of {folder}",
             remedy="copy or restore all files of one save",
         )
-    parts = []
-    for box, place in pieces:
-        for run in _joined(name, [place], folder).ranges:
-            parts.append((box.start[0], FlatVector(run.path, run.offset_bytes, tensor.dtype, box.size)))
-    return parts
+    return [
+        (box.start[0], FlatVector(run.path, run.offset_bytes, tensor.dtype, box.size))
+        for box, place in pieces
+        for run in _joined(name, [place], folder).ranges
+    ]
 
 
 def _state_of(
