@@ -132,9 +132,7 @@ def write_shard(
             if batches and is_small:
                 for low, high in batches.move(files, first, last, buffer):
                     for tensor in (tensors[number] for number in range(low, high) if staging is not None):
-                        content = target.tensors[tensor.spec.name].source
-                        assert isinstance(content, ByteRanges)
-                        place = Stream(content)
+                        place = Stream(target.payload(tensor.spec.name))
                         _finish(files, place, place.within(span))
                     yield files.traffic.written_bytes / whole_bytes
             else:
@@ -227,9 +225,7 @@ class _WrittenPart(NamedTuple):
 def _parts_within(tensors: Iterable[TensorPlan], target: Manifest, span: Span | None) -> Iterator[_WrittenPart]:
     """Yield the parts of tensors that lie in a span of the target file; None: all of it."""
     for tensor in tensors:
-        content = target.tensors[tensor.spec.name].source
-        assert isinstance(content, ByteRanges)
-        place = Stream(content)
+        place = Stream(target.payload(tensor.spec.name))
         first, last = place.within(span)
         if first < last:
             yield _WrittenPart(tensor, place, (first, last))

@@ -96,9 +96,7 @@ def _turns(target: _FilledTarget, number: int, turn_bytes: int) -> Iterator[tupl
     done_bytes = 0
     for tensor in target.tensors:
         box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
-        content = target.manifest.tensors[tensor.spec.name].source
-        assert isinstance(content, ByteRanges)
-        place = Stream(content)
+        place = Stream(target.manifest.payload(tensor.spec.name))
         first, last = place.within(target.span)
         if first >= last:
             continue
@@ -141,9 +139,7 @@ def copied_runs(tensors: Iterable[TensorPlan], target: Manifest) -> list[CopiedR
 
 def _runs_of(tensor: TensorPlan, target: Manifest) -> Iterator[CopiedRun]:
     """Yield the ranges of a tensor that are ranges of objects, without short ones."""
-    content = target.tensors[tensor.spec.name].source
-    assert isinstance(content, ByteRanges)
-    place, itemsize = Stream(content), tensor.spec.dtype.itemsize_bytes
+    place, itemsize = Stream(target.payload(tensor.spec.name)), tensor.spec.dtype.itemsize_bytes
     if tensor.spec.size_bytes < _SHORTEST_BYTES or not is_copied(tensor):
         return
     for copy in tensor.copies:

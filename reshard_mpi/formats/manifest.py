@@ -150,6 +150,12 @@ class Manifest(NamedTuple):
     part_of: str = ""  # in words, the checkpoint that it says it is only a part of; empty: it says nothing
     to_have_all: str = ""  # what the user can do then, besides giving the folder
 
+    def payload(self, name: str) -> ByteRanges:
+        """Return where the bytes of a tensor lie in a file that has been reserved."""
+        source = self.tensors[name].source
+        assert isinstance(source, ByteRanges)
+        return source
+
     def at(self, path: str) -> Manifest:
         """Return the manifest of the file `path`, which must have the same structure."""
         return self._replace(path=path, tensors=self.tensors.at(path))

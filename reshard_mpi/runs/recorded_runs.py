@@ -17,7 +17,7 @@ from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.engine.checksums import ContiguousPart, Span, crc_of_contiguous, crc_of_pieces, sum_of_contiguous
 from reshard_mpi.errors import ShardError, UsageError
 from reshard_mpi.filesystem.source_files import exists, is_file
-from reshard_mpi.formats.locations import ByteRange, ByteRanges, paths_of
+from reshard_mpi.formats.locations import ByteRange, paths_of
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.journal.record_finder import RecordFinder, fits_record, folder_of_records, run_of
 from reshard_mpi.journal.run_records import CHOSEN, CommitRecord, RunIdentity, joined_words
@@ -246,9 +246,8 @@ class RecordedSums:
         for tensor in planned:
             crc = self.crc_of(tensor) if tensor.spec.size_bytes else None
             if crc is not None:
-                written = target.tensors[tensor.spec.name].source
-                assert isinstance(written, ByteRanges)
-                spans = ((part.offset_bytes, part.offset_bytes + part.length_bytes) for part in written.ranges)
+                ranges = target.payload(tensor.spec.name).ranges
+                spans = ((part.offset_bytes, part.offset_bytes + part.length_bytes) for part in ranges)
                 paths = dict.fromkeys(path for copy in tensor.copies for path in paths_of(copy.source.source))
                 recorded.append(RecordedTensor(tensor.spec, tuple(spans), crc, tuple(paths)))
         return sorted(recorded, key=lambda tensor: tensor.spans)
