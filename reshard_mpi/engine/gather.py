@@ -157,10 +157,7 @@ def _gather_windows(files: Files, stream: Stream, copy: Copy, out: Array, out_bo
     flat = memoryview(out.reshape(-1).view(np.uint8).data)
     for strides, ranges in _readable(stream, copy, out_box, itemsize, limits.window_bytes):
         if strides.run_length == strides.size:
-            offset = strides.target_offset * itemsize
-            for byte_range in ranges:
-                files.read_into(byte_range, flat[offset : offset + byte_range.length_bytes])
-                offset += byte_range.length_bytes
+            files.read_all(ranges, flat[strides.target_offset * itemsize :])
         else:
             with files.window(ranges[0], min(strides.size * itemsize, ranges[0].length_bytes)) as window:
                 assign(target_view(out, strides), source_view(window, out.dtype, strides))
@@ -223,10 +220,7 @@ def _read_runs(files: Files, stream: Stream, strides: Strides, content: memoryvi
             files.read_each(part.path, part.offset_bytes, step, places)
         else:
             for place in places:
-                done = 0
-                for piece in stream.parts(first, length):
-                    files.read_into(piece, place[done : done + piece.length_bytes])
-                    done += piece.length_bytes
+                files.read_all(stream.parts(first, length), place)
                 first += step
 
 

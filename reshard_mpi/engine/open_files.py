@@ -7,7 +7,7 @@ import mmap
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -120,6 +120,13 @@ class Files:
                 raise _became_shorter(part)
             done += count
         self.traffic.requested_bytes += part.length_bytes
+
+    def read_all(self, parts: Iterable[ByteRange], buffer: memoryview) -> None:
+        """Read ranges of files, one behind the other, into the beginning of `buffer`, as `read_into` does."""
+        done = 0
+        for part in parts:
+            self.read_into(part, buffer[done : done + part.length_bytes])
+            done += part.length_bytes
 
     def read_scattered(self, part: ByteRange, places: Sequence[memoryview]) -> None:
         """Read the bytes of `part` into `places`, one after another.

@@ -153,9 +153,8 @@ def fill(files: Files, copy: Copy, block: Box, buffer: memoryview, limits: Limit
             length_bytes = runs.length * itemsize
             for number in range(runs.repeats):
                 start_bytes = (runs.target_offset + number * runs.target_step) * itemsize
-                for part in stream.parts((runs.source_offset + number * runs.source_step) * itemsize, length_bytes):
-                    files.read_into(part, buffer[start_bytes : start_bytes + part.length_bytes])
-                    start_bytes += part.length_bytes
+                parts = stream.parts((runs.source_offset + number * runs.source_step) * itemsize, length_bytes)
+                files.read_all(parts, buffer[start_bytes:])
         return
     from reshard_mpi.engine.gather import gather_into
 

@@ -58,10 +58,7 @@ class Scatter:
                 self._files.read_scattered(part, places)
                 continue
             for place in places:
-                done = 0
-                for piece in stream.parts(offset, length):
-                    self._files.read_into(piece, place[done : done + piece.length_bytes])
-                    done += piece.length_bytes
+                self._files.read_all(stream.parts(offset, length), place)
                 offset += length
 
     def _places_of(self, runs: Runs, itemsize: int, buffer: memoryview) -> list[memoryview]:
