@@ -128,15 +128,13 @@ def cut_scene(cut: TensorCut, figures: Figures) -> Scene:
     end = max(source_end, frame.y + frame.height) + 30
     legend = list(_legend(grounds, flow.sources, end + 12))
     end += 44 if legend else 8
-    notes = [
-        line for note in _notes(cut, flow, is_sample=flow.is_sample) for line in wrapped(note, _WIDTH - 48, 10.5, 3)
-    ]
+    notes = [line for note in _notes(cut, flow) for line in wrapped(note, _WIDTH - 48, 10.5, 3)]
     written = [TextLine(24, end + 15 * number, line, 10.5, colour=FAINT) for number, line in enumerate(notes)]
     items = (*heading, *captions, *sources, *target_items, *legend, *written)
     return Scene(_WIDTH, end + 15 * len(notes) + 12, f"{title}, {about}", items)
 
 
-def _notes(cut: TensorCut, flow: Flow, *, is_sample: bool) -> Iterator[str]:
+def _notes(cut: TensorCut, flow: Flow) -> Iterator[str]:
     if cut.by:
         yield f"Made of {shortened([panel.name for panel in cut.sources])} by {cut.by}."
     if cut.further:
@@ -150,7 +148,7 @@ def _notes(cut: TensorCut, flow: Flow, *, is_sample: bool) -> Iterator[str]:
         yield f"{drawn} of the target's {cut.target.pieces} pieces are drawn."
     if any(block.planned is None and block.box.size for block in cut.target.blocks):
         yield "Grey in the target: " + (
-            "not planned, as this is a sample." if is_sample else "no target that was asked for."
+            "not planned, as this is a sample." if flow.is_sample else "no target that was asked for."
         )
     if cut.moves and cut.target.blocks:
         first = cut.moves[0].target
