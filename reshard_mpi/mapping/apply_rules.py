@@ -192,7 +192,7 @@ def _require_state_follows(
     shapes = {name: kind.shape for name, kind in inventory.items()}
     owner_of = owners(kept, shapes, rules, taken.direction, {}) if rules else {}
     matches = (*taken.matches, *taken.states)
-    parameters = frozenset(name for match in matches for name in (*match.sources.values(), *match.equal))
+    parameters = frozenset(name for match in matches for name in match.names)
     stay = [name for name in kept if name not in owner_of or owner_of[name] in parameters]
     match_of = {name: match for match in matches for name in match.sources.values()}
     stay = [name for name in stay if not keeps_its_name(name, choice.owners.get(name, ""), match_of, shapes)]
@@ -253,7 +253,7 @@ def _of_optimizers(taken: Iterable[Match], inventory: Inventory) -> frozenset[st
     its key. Names tell it here: settings lie beside the state, and other state has the names of parameters that the
     same equation takes.
     """
-    rule_of = {name: id(match.rule) for match in taken for name in (*match.sources.values(), *match.equal)}
+    rule_of = {name: id(match.rule) for match in taken for name in match.names}
     paths = {f".{name}".partition(f".{GROUPS}.")[0] for name in inventory if GROUPS in name.split(".")}
     beside = tuple(f"{path}.{STATE_KEY}." for path in paths)
     settings = {name for name in rule_of if GROUPS in name.split(".") or f".{name}".startswith(beside)}
@@ -269,7 +269,7 @@ def _of_optimizers(taken: Iterable[Match], inventory: Inventory) -> frozenset[st
 
 def _beside(taken: Iterable[Match], beside: Collection[str]) -> frozenset[str]:
     """Return the tensors beside a model that equations take which take the model's too."""
-    rule_of = {name: id(match.rule) for match in taken for name in (*match.sources.values(), *match.equal)}
+    rule_of = {name: id(match.rule) for match in taken for name in match.names}
     of_model = {rule for name, rule in rule_of.items() if name not in beside}
     return frozenset(name for name in beside if rule_of.get(name) in of_model)
 
@@ -336,7 +336,7 @@ def _does_nothing(
 
 def _remove(left: dict[str, None], taken: Iterable[Match]) -> None:
     for match in taken:
-        for name in (*match.sources.values(), *match.equal):
+        for name in match.names:
             left.pop(name, None)
 
 

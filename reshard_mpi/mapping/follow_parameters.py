@@ -45,9 +45,7 @@ def followed(
 
     Raises MapError if some of the parameters that are put together have a state that others lack.
     """
-    match_of = {
-        name: number for number, match in enumerate(matches) for name in (*match.sources.values(), *match.equal)
-    }
+    match_of = {name: number for number, match in enumerate(matches) for name in match.names}
     by_affixes: dict[NameAffixes, list[EquationRule]] = {}
     for rule in rules.states:
         by_affixes.setdefault(source_affixes(rule, direction), []).append(rule)
@@ -90,7 +88,7 @@ def _having_state(match: Match, bases: Collection[str], affixes: NameAffixes) ->
 
     Raises MapError if some of the parameters that a tensor is made of have it, and others have not.
     """
-    having = [name for name in (*match.sources.values(), *match.equal) if name in bases]
+    having = [name for name in match.names if name in bases]
     if len(match.sources) == 1 and match.equal:
         return match._replace(sources=dict.fromkeys(match.sources, having[0]), equal=tuple(having[1:]))
     targets = {}

@@ -107,6 +107,11 @@ class Match(NamedTuple):
     equal: tuple[str, ...] = ()  # tensors that must hold the same as the first one, which is taken
     usual: tuple[str, ...] = ()  # the axes whose length nothing but the map's usual one tells
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all tensors that are taken."""
+        return (*self.sources.values(), *self.equal)
+
 
 def matches(
     rules: Rules, inventory: Inventory, direction: Direction, like: TemplateShapes | None = None
@@ -153,7 +158,7 @@ def matches(
             applies = True
             if key in candidates.misfits:
                 raise _misfit(rule, source, candidates.misfits[key], inventory)
-            for name in (*match.sources.values(), *match.equal):
+            for name in match.names:
                 if name not in left:
                     raise MapError("not one-to-one: an equation takes a tensor twice", got=name, where=rule.where)
                 del left[name]

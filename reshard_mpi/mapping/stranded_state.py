@@ -60,7 +60,7 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
     matches = [match for match in taken if not _is_left(match, shapes)]
     parameters = _byends_of_names(matches)
     others = [name for name in inventory if not is_named_like_state(name)]
-    match_of = {name: match for match in matches for name in (*match.sources.values(), *match.equal)}
+    match_of = {name: match for match in matches for name in match.names}
     for name in joined:
         _require_not_joined(name, match_of)
     ends = frozenset(end for name in others if name not in match_of for end in (name, *ends_of(name)))
@@ -173,7 +173,7 @@ def require_none_as_parameter(taken: Sequence[Match], chosen: Container[str], in
             word for state, are of parameters.
         chosen: the names of the target's tensors that are not left out.
     """
-    match_of = {name: match for match in taken for name in (*match.sources.values(), *match.equal)}
+    match_of = {name: match for match in taken for name in match.names}
     states = {name: match for name, match in match_of.items() if is_named_like_state(name)}
     of_parameters = {id(each.rule) for name, each in match_of.items() if name not in states or not _names_state(each)}
     shapes = {name: kind.shape for name, kind in inventory.items()}
@@ -220,7 +220,7 @@ def _byends_of_names(taken: Iterable[Match]) -> Mapping[str, Sequence[tuple[str,
     """Return parameters by their names' ends, after the first parts: a model and its copy have equal ones."""
     by_end: dict[str, list[tuple[str, Match]]] = {}
     for match in taken:
-        for name in (*match.sources.values(), *match.equal):
+        for name in match.names:
             for end in ends_of(name) if STATE_KEY not in parts_of(name) else ():  # an equation may be of state
                 by_end.setdefault(end, []).append((name, match))
     return by_end
