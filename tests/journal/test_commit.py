@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -36,6 +35,7 @@ from support.conversions import (
     transform_by_function,
 )
 from support.examples import few
+from support.kills import instants, killed_before
 from support.launch import MPI, by_one_mpi
 from support.oracle import RawLayout
 from support.processes import HANG_SECONDS, clean_environment
@@ -636,9 +636,6 @@ def test_of_tasks_that_end_at_one_moment_one_commits(tmp_path: Path, turn: int) 
     assert (tmp_path / "reshard.json").exists()
 
 
-EVENTS = ("open", "os.remove", "os.rename", "os.link", "os.mkdir", "fcntl.flock")
-
-
 @pytest.mark.slow
 def test_a_run_that_has_failed_at_what_another_has_made(c: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever comes last commits, whatever it has made itself: the other could not, since targets were missing."""
@@ -661,43 +658,21 @@ def test_a_kill_at_any_instant(c: Conversion) -> None:
     """A committed checkpoint is made anew, killed before the n-th thing that it does to the folder, and resumed."""
     c.done()
     text, content = record(c).read_bytes(), shards(c.dst)
-    arguments = [str(argument) for argument in c.arguments("transform", "--progress", "none", "--overwrite")]
-
-    def killed_before(count: int) -> int:
-        def transform() -> None:
-            left = count
-
-            def hook(event: str, values: tuple[object, ...]) -> None:
-                nonlocal left
-                if event in EVENTS and (event == "fcntl.flock" or str(c.dst) in str(values[0])):
-                    left -= 1
-                    if left == 0:
-                        os.kill(os.getpid(), signal.SIGKILL)
-
-            sys.addaudithook(hook)
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, 1)
-            os.dup2(null, 2)
-            done(*arguments)
-
-        return os.waitpid(in_fork(transform), 0)[1]
-
-    count = withdrawn = 0
-    while True:
-        count += 1
-        ended = killed_before(count)
+    arguments = c.arguments("transform", "--progress", "none", "--overwrite")
+    withdrawn = 0
+    numbers = instants(arguments, c.dst)
+    for number in [*numbers, 0]:
+        assert killed_before(arguments, c.dst, number) == (number > 0)
         if record(c).exists():
             assert shards(c.dst) == content and record(c).read_bytes() == text
             for rank in range(2):
                 assert TargetRecord.read(c.dst / ".reshard_mpi", rank) is not None
         withdrawn += not record(c).exists()
-        if ended == 0:
-            break
-        assert ended == signal.SIGKILL
-        c.done("transform", "--resume")
+        if number:
+            c.done("transform", "--resume")
         assert shards(c.dst) == content and record(c).read_bytes() == text
         assert {path.name for path in c.dst.iterdir()} == {".reshard_mpi", "rank_0", "rank_1", "reshard.json"}
-    assert count > 30 and withdrawn > 15
+    assert len(numbers) > 20 and withdrawn > 15
 
 
 # Processes that run together

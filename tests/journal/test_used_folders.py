@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +16,7 @@ import pytest
 from support.command_line import done, run_here
 from support.conversions import Conversion, listing, make
 from support.examples import few
+from support.kills import instants, killed_before
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import find_shards
@@ -166,33 +165,9 @@ def test_array_tasks_one_after_another(conversion: Conversion, tmp_path: Path, f
     assert {name: listing(dst)[name] for name in made_by(c, form)} == made_by(c, form)
 
 
-EVENTS = ("open", "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.truncate", "fcntl.flock")
-
-
-def killed_before(arguments: list[str], dst: Path, count: int) -> bool:
-    """Run a command in a fork that is killed before the `count`-th thing that it does in `dst`; tell whether it was."""
-    process = os.fork()
-    if process == 0:
-        left = count
-
-        def hook(event: str, values: tuple[object, ...]) -> None:
-            nonlocal left
-            if event in EVENTS and (event != "open" or int(str(values[2])) & (os.O_WRONLY | os.O_RDWR)):
-                path = str(values[0])
-                left -= event == "fcntl.flock" or path.startswith(str(dst)) or not path.startswith(("/", "b'/"))
-                if left == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(hook)
-        os._exit(run_here(*arguments).code)
-    ended = os.waitpid(process, 0)[1]
-    assert ended in (0, signal.SIGKILL), (count, ended)
-    return ended != 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("form", "before", "step"),  # all instants, or every so many of them
+    ("form", "before", "step"),  # all states that the folder is in, or every so many of them
     [
         ("ckpt", "another", 1),
         ("hf", "another", 3),
@@ -203,23 +178,29 @@ def killed_before(arguments: list[str], dst: Path, count: int) -> bool:
 )
 def test_a_kill_at_any_instant(conversion: Conversion, tmp_path: Path, form: str, before: str, step: int) -> None:
     """What was there is overwritten. A run that had begun is resumed; one that had not leaves the folder to another."""
-    c, count, was_killed = conversion, 0, True
-    while was_killed:
-        count += step
-        dst = tmp_path / f"dst{count}"
+    c = conversion
+
+    def folder(name: str) -> Path:
+        dst = tmp_path / name
         if before != "nothing":
             earlier = form if before == "the same" else {"hf": "ckpt"}.get(form, "hf")
             shutil.copytree(c.folder / earlier, dst, copy_function=shutil.copy2)
-        was_killed = killed_before(command(c, form, dst, "--overwrite"), dst, count)
+        return dst
+
+    dst = folder("undisturbed")
+    numbers = instants(command(c, form, dst, "--overwrite"), dst)
+    assert len(numbers) > 30
+    for number in [*numbers[::step], 0]:
+        dst = folder(f"dst{number}")
+        assert killed_before(command(c, form, dst, "--overwrite"), dst, number) == (number > 0)
         finished = run_here(*command(c, form, dst, "--resume"))
         if finished.code == 3 and before == "another":
-            assert "another run" in finished.err or "earlier" in finished.err, (count, finished)
+            assert "another run" in finished.err or "earlier" in finished.err, (number, finished)
             finished = run_here(*command(c, form, dst, "--overwrite"))
-        assert finished.code == 0, (count, finished)
+        assert finished.code == 0, (number, finished)
         lying = {name: text for name, text in listing(dst).items() if text is not None and STATE not in name}
-        assert lying == made_by(c, form), count
+        assert lying == made_by(c, form), number
         shutil.rmtree(dst)
-    assert count > 20
 
 
 @pytest.mark.parametrize("earlier", few(2, ["dcp", "hf", "ckpt", "torch"]))
