@@ -146,9 +146,7 @@ def _require_homes(source: SourceCheckpoint, strays: Iterable[Sampled], pair: Ra
         assert home_stage is not None
         home_rank = home_stage * stage_size + pair.first % stage_size
         shard, home = source.find(pair.first), source.find(home_rank) if home_rank in source else None
-        if shard is None or home is None or name not in home.tensors:
-            continue
-        if is_partial_sum(name):
+        if shard is None or home is None or name not in home.tensors or is_partial_sum(name):
             continue
         at_home, here = ((manifest, manifest.tensors[name]) for manifest in (home, shard))
         try:

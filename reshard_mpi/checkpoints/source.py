@@ -97,9 +97,7 @@ class SourceCheckpoint:
 
         Raises what `QuantizedWeights.placing` raises.
         """
-        if self.quantization is not None:
-            return self.quantization.placing(target, "target", is_global=is_global)
-        return target
+        return target if self.quantization is None else self.quantization.placing(target, "target", is_global=is_global)
 
     def require_known(self, shards: Iterable[Manifest], is_cut: Callable[[str], bool]) -> None:
         """Raise StrategyError if shards hold a tensor that is quantized and cut, and nothing says how it is quantized.
