@@ -326,8 +326,7 @@ def _block_pairs(
             if to_place is not None:
                 to_start[to_place[0]] += to_place[1] * index
         value_of = dict(zip(outer, indices))
-        region = Box(tuple(start), tuple(first + length for first, length in zip(start, runs)))
-        to = Box(tuple(to_start), tuple(first + length for first, length in zip(to_start, target_lengths)))
+        region, to = Box.at(start, runs), Box.at(to_start, target_lengths)
         holder = TermTensor(source_block.term, tuple(value_of.get(axis, 0) for axis in captures[0]))
         term_tensor = TermTensor(target_block.term, tuple(value_of.get(axis, 0) for axis in captures[1]))
         yield term_tensor, BoxPair(holder, region, to, order if is_transposed else None)

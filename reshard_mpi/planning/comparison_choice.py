@@ -418,6 +418,5 @@ def places(name: str, shape: Shape) -> tuple[Box, ...]:
     for row in (0, drawn_row, rows - 1):
         start = list(unravel(row, shape[:dim]))
         start[cut] = min(start[cut], shape[cut] - count)
-        low = (*start, *(0,) * (len(shape) - dim))
-        boxes.append(Box(low, (*(index + 1 for index in start[:cut]), start[cut] + count, *shape[dim:])))
+        boxes.append(Box.at((*start, *(0,) * (len(shape) - dim)), (*(1,) * cut, count, *shape[dim:])))
     return tuple(boxes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 from reshard_mpi.errors import LayoutError, ShardError
@@ -139,10 +140,7 @@ def _in_bands(
     parts, start, rows = [], 0, [0] * rules.ranks
     for band in widths:
         for rank, width in enumerate(band):
-            low = [0] * len(whole)
-            high = [*whole]
-            low[dim], high[dim] = start, start + width
-            parts.append(_SlicePart(rank, rows[rank], Box(tuple(low), tuple(high))))
+            parts.append(_SlicePart(rank, rows[rank], Box.whole(whole).within(dim, start, start + width)))
             start += width
             rows[rank] += width
     return _SliceLayout(whole, parts)
@@ -376,11 +374,7 @@ def _strided(value: Value) -> tuple[int, tuple[int, ...]] | None:
 
 def _row_major(shape: _Shape) -> tuple[int, ...]:
     """Return the strides of a row-major tensor, in elements."""
-    return (
-        tuple(accumulate((1, *reversed([max(size, 1) for size in shape[1:]])), lambda one, two: one * two))[::-1]
-        if shape
-        else ()
-    )
+    return tuple(accumulate((1, *reversed([max(size, 1) for size in shape[1:]])), mul))[::-1] if shape else ()
 
 
 def _shown(shapes: Sequence[_Shape]) -> str:

@@ -307,9 +307,7 @@ class _Cuts:
 
 
 def _band(shape: _Shape, dim: int, start: int, length: int) -> Box:
-    low, high = [0] * len(shape), [*shape]
-    low[dim], high[dim] = start, start + length
-    return Box(tuple(low), tuple(high))
+    return Box.whole(shape).within(dim, start, start + length)
 
 
 def in_slices(tensor: HeldTensor, boxes: Sequence[Box]) -> Iterator[tuple[Box, Location]]:
