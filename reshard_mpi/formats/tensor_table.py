@@ -27,10 +27,7 @@ class TensorEntry(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        size = self.dtype.itemsize_bytes
-        for length in self.shape:
-            size *= length
-        return size
+        return math.prod(self.shape) * self.dtype.itemsize_bytes
 
     @property
     def stored(self) -> ByteRanges | None:

@@ -11,6 +11,7 @@ shape the whole is: `decoder.layers.mlp.linear_fc2.weight [3, 0, 0] of [4, 32, 4
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -267,9 +268,5 @@ def _are_full(
     members: list[tuple[str, tuple[int, ...]]], counts: tuple[int, ...], weights: Mapping[str, TensorType]
 ) -> bool:
     """Tell whether weights are alike, and each place is taken by one."""
-    total = 1
-    for count in counts:
-        total *= count
-    return (
-        len({place for _, place in members}) == len(members) == total and len({weights[key] for key, _ in members}) == 1
-    )
+    are_alike = len({weights[key] for key, _ in members}) == 1
+    return len({place for _, place in members}) == len(members) == math.prod(counts) and are_alike
