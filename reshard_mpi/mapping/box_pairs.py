@@ -169,7 +169,7 @@ class TargetShape(NamedTuple):
 
     @classmethod
     def whole(cls, source: TermTensor, shape: tuple[int, ...]) -> TargetShape:
-        """Return what a tensor becomes that is taken as it is."""
+        """Return the shape of a target that is one tensor of the source, taken as it is."""
         return cls(shape, (BoxPair.whole(source, shape),), ())
 
 
