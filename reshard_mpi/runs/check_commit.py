@@ -31,7 +31,7 @@ from reshard_mpi.sharding.strategy import unsharded
 from reshard_mpi.text import shortened
 
 
-class Committed(NamedTuple):
+class CommittedSums(NamedTuple):
     """What commit records say of the files of a checkpoint; empty where there is none, or it has no sums."""
 
     sums: Mapping[str, str]  # CRC-32 of whole tensors in hexadecimal, by their names in the checkpoint
@@ -42,7 +42,7 @@ class Committed(NamedTuple):
     warnings: tuple[str, ...] = ()  # of a record that may be of these files and is not used
 
 
-def commit_of(files: ShardFiles) -> Committed:
+def commit_of(files: ShardFiles) -> CommittedSums:
     """Return what was committed of files: by the record in their folder, or above a file or the folder of a rank.
 
     Where links lead to files, it may be beside these. Each of several folders that are branches has one of its own.
@@ -58,10 +58,10 @@ def commit_of(files: ShardFiles) -> Committed:
         sums = [{new[name]: own[name] for name in own if name in new} for own, new in zip(sums, new_names)]
     besides = ChainMap(*(dict(commit.besides) for commit in commits))
     warnings = tuple(warning for commit in commits for warning in commit.warnings)
-    return Committed(ChainMap(*map(dict, sums)), besides, commits[0].packs, warnings)
+    return CommittedSums(ChainMap(*map(dict, sums)), besides, commits[0].packs, warnings)
 
 
-def _commit_of_folder(files: ShardFiles) -> Committed:
+def _commit_of_folder(files: ShardFiles) -> CommittedSums:
     """Return what was committed of files that are no branches in several folders."""
     folder, own = folder_of_records(files.path, files.format), {absolute_path(path): path for path in files.shards}
     commit = _commit_in((folder, *_folders_above(files)), own, folder)
@@ -69,12 +69,12 @@ def _commit_of_folder(files: ShardFiles) -> Committed:
     if real.keys() != own.keys():
         own, commit = real, _commit_in(dict.fromkeys(above for path in real for above in path.parents[:2]), real)
     if commit is None:
-        return Committed({}, {}, warnings=_warnings_of_renamed(folder))
+        return CommittedSums({}, {}, warnings=_warnings_of_renamed(folder))
     record, paths = commit
     besides = {
         own[path]: record.besides[rank] for rank, path in paths.items() if path in own and rank in record.besides
     }
-    return Committed(record.sums, besides, formats.info(record.run.format).packs)
+    return CommittedSums(record.sums, besides, formats.info(record.run.format).packs)
 
 
 def _warnings_of_renamed(folder: Path) -> tuple[str, ...]:
@@ -137,7 +137,7 @@ def _folders_above(files: ShardFiles) -> Iterator[Path]:
         yield path.parent
 
 
-def is_to_be_held(commit: Committed, files: ShardFiles) -> bool:
+def is_to_be_held(commit: CommittedSums, files: ShardFiles) -> bool:
     """Tell whether the whole tensors of a source are to be held against its commit.
 
     They are if a shard has no record with sums of its own. Sums in a shard fit it wherever it lies, so they do not tell
@@ -147,7 +147,9 @@ def is_to_be_held(commit: Committed, files: ShardFiles) -> bool:
     return bool(commit.sums or commit.besides) and not all(are_recorded(alone, rank) for alone, rank in of_shards)
 
 
-def committed_tensors(commit: Committed, source: SourceCheckpoint, needs: Callable[[str], bool]) -> list[TensorPlan]:
+def committed_tensors(
+    commit: CommittedSums, source: SourceCheckpoint, needs: Callable[[str], bool]
+) -> list[TensorPlan]:
     """Return the whole tensors of a source that were committed with sums, each from any of its copies.
 
     Of a format that packs these are the parts of tensors in its files, by the names that they have there: all of them.
@@ -168,7 +170,7 @@ def committed_tensors(commit: Committed, source: SourceCheckpoint, needs: Callab
 
 
 def require_as_committed(
-    commit: Committed, tensors: list[TensorPlan], source: str, limits: Limits, on_bytes: OnBytes
+    commit: CommittedSums, tensors: list[TensorPlan], source: str, limits: Limits, on_bytes: OnBytes
 ) -> None:
     """Raise ShardError for the first of these tensors of a source whose sum is not the one it was committed with."""
     for summed in sum_tensors(tensors, limits=limits, on_bytes=on_bytes):

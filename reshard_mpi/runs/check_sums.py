@@ -94,7 +94,7 @@ def check_shard(
     Args:
         before_sums: called for each file with what summing it takes, before it is summed.
         progress: told of the bytes of the files.
-        committed: digests by path as of `check_commit.Committed.besides`, for files that have no record.
+        committed: digests by path as of `check_commit.CommittedSums.besides`, for files that have no record.
 
     Returns the damage as errors; raises a ReshardError if a file cannot be checked.
     """
@@ -175,7 +175,7 @@ def are_recorded(files: ShardFiles, rank: int) -> bool:
 
 
 def damage_of_indexes(files: ShardFiles) -> Iterator[DamageError]:
-    """Yield the damage of the index of a checkpoint, or of those of its folders, as far as commits have digests."""
+    """Yield the damage of the indexes of a checkpoint, one in each of its folders, as far as commits have digests."""
     for part in files.folder_by_folder():
         yield from damage_of_index(folder_of_records(part.path, part.format))
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from reshard_mpi.journal.publication import SharedIndex
     from reshard_mpi.journal.target_folders import Unrecorded
     from reshard_mpi.processes.comm import Comm
-    from reshard_mpi.runs.check_commit import Committed
+    from reshard_mpi.runs.check_commit import CommittedSums
 
 # Planning takes a millisecond and a KiB for each, and no cluster has as many ranks.
 MAX_TARGETS = 1 << 16
@@ -47,7 +47,7 @@ class Run(NamedTuple):
     strategies: Strategies
     map_digests: Mapping[str, str]  # by the name of the option: of the map, its configuration and the --like checkpoint
     # The commit whose sums check the source's whole tensors. None: it has none, or each shard has a record with sums.
-    source_commit: Committed | None
+    source_commit: CommittedSums | None
 
     def path(self, target_rank: int) -> Path:
         """Return the final path of one target shard: `rank_<r>/<prefix><r><ending>`, unless its format has others."""
@@ -203,7 +203,7 @@ def open_run(
         _require_possible_places(request, shards, name, ranks, read.target)
     memory.reserve_for_reading(request, strategies, purpose, shards.format)
     source = open_source(shards, read.source, known_damage)
-    source_commit: Committed | None = None
+    source_commit: CommittedSums | None = None
     if request.verify:
         from reshard_mpi.runs.check_commit import commit_of, is_to_be_held
 
