@@ -184,7 +184,7 @@ class TargetPlans:
 
     def _plan_target(self, rank: int, leads: bool) -> PlanReport:
         run, request, path = self.run, self.run.request, self.run.path(rank)
-        if self.journal.is_done(rank, path):
+        if self.journal.require_free_or_done(rank, path):
             return PlanReport(self._skipped(rank) if leads else Outcome())
         plan = run.conversion.plan(rank, checked=leads)
         peak_bytes = self._memory.require_possible(plan)
