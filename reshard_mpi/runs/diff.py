@@ -136,7 +136,7 @@ def _planned(
     request: Request, comm: Comm, strategies: Strategies | None, memory: RunMemory, *, in_numbers: bool
 ) -> tuple[DiffSide, DiffSide, Outcome]:
     """Return both sides, planned, and an outcome with the notes and warnings on them."""
-    governor, purpose = memory.open(), f"comparing {request.source} with {request.target}"
+    governor, purpose = memory.governor(), f"comparing {request.source} with {request.target}"
     memory.reserve_for_reading(request, strategies, purpose)
     read = strategies or Strategies.read(request)
     first_files = request.shard_files()

@@ -308,7 +308,7 @@ class RunMemory:
         if self._lease is not None:
             self._lease.close()
 
-    def open(self) -> Governor:
+    def governor(self) -> Governor:
         """Return the governor of this host's memory; the first call opens it. Raises a ReshardError."""
         if self._lease is None:
             say, alone = self._progress.waiting, self._comm.size == 1
@@ -358,12 +358,12 @@ class RunMemory:
         """Return the bytes needed for the target of `plan`. Raises BudgetError if they can never be had."""
         peak_bytes = self.projection.peak_bytes(plan)
         if not self._allowance().unlimited:  # for a script for other hosts it is, though this process holds a lease
-            self.open().require_possible(peak_bytes, INTERPRETER_BYTES)
+            self.governor().require_possible(peak_bytes, INTERPRETER_BYTES)
         return peak_bytes
 
     def reserve_peak(self, peak_bytes: int, purpose: str) -> bool:
         """Wait for `peak_bytes` of memory in all; tell whether plans have not been freed meanwhile."""
-        self.open()
+        self.governor()
         assert self._lease is not None
         is_kept = self._lease.need(peak_bytes + self._progress.display.memory_bytes, purpose)
         self._progress.admitted()
@@ -387,7 +387,7 @@ class RunMemory:
         Args:
             parameters: how many the strategies list, which is how many tensors each worker plans.
         """
-        governor = self.open()
+        governor = self.governor()
         assert self._lease is not None
         room_bytes = governor.ceiling_bytes - INTERPRETER_BYTES - _WORK_BYTES
         size = max(1, min(jobs, room_bytes // (WORKER_BYTES + parameters * _PLANNED_BYTES)))

@@ -175,7 +175,7 @@ class TargetPlans:
             progress.completed()
         space = self._space_needs()
         beside = self._strangers()
-        notes = (*self._memory.open().notes, *self.run.target_notes, *beside)
+        notes = (*self._memory.governor().notes, *self.run.target_notes, *beside)
         begun = PlanReport(Outcome.begun(self.run.conversion, notes), self._choice)
         joined = begun.joined(record_of(PlanReport, report) for report in planned)
         led = sum(rank in self.inputs for rank in self.own.leads)
@@ -222,7 +222,7 @@ class TargetPlans:
 
         These are the ones that read short parts of the same objects, as many as memory allows.
         """
-        ceiling_bytes, alike = self._memory.open().ceiling_bytes, dict[tuple[int, ...], list[int]]()
+        ceiling_bytes, alike = self._memory.governor().ceiling_bytes, dict[tuple[int, ...], list[int]]()
         for rank in (rank for rank in self.own.whole if rank in self.inputs):
             if rank not in self.further_bytes:
                 yield [rank]

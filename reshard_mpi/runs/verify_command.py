@@ -190,7 +190,7 @@ def _opened_pair(
 ) -> _ComparedCheckpoints:
     """Open both checkpoints, with memory enough to plan."""
     purpose = f"verifying {request.target}"
-    governor = memory.open()
+    governor = memory.governor()
     memory.reserve_for_reading(request, strategies, purpose)
     read = strategies or Strategies.read(request)
     require_reachable(request.target)
@@ -276,7 +276,7 @@ def verify_by_sums(
     """
 
     def begin() -> tuple[shard_files.ShardFiles, Governor]:
-        return request.shard_files(), memory.open()
+        return request.shard_files(), memory.governor()
 
     progress.begin(ProgressStage("planning"))
     files, governor = agreed(begin, comm)

@@ -113,7 +113,7 @@ def _run_here(
     counts = SharedCounts(size)
 
     def be_worker(rank: int, channel: Channel) -> Outcome:
-        register_worker(memory.open())
+        register_worker(memory.governor())
         channel.send(("there", None))
         progress = Progress(PipeDisplay(channel, begins=rank == 0), counts.of(rank))
         return work.run(request, PipeComm(channel, rank, size), progress, strategies)

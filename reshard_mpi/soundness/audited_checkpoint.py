@@ -145,7 +145,7 @@ def open_audited(
 
     Raises a ReshardError if it cannot be planned.
     """
-    governor, purpose = memory.open(), f"auditing {request.source}"
+    governor, purpose = memory.governor(), f"auditing {request.source}"
     memory.reserve_for_reading(request, strategies, purpose, files.format)
     read = strategies or Strategies.read(request)
     source = open_source(files, read.source)
