@@ -218,7 +218,7 @@ def open_run(
         Policy(request.unlisted, request.strict, replicas, request.accumulated),
         keeps_strings=traits.keeps_strings,
         keeps_strategy=traits.describes_itself,
-        once=traits.is_folder,
+        is_one_checkpoint=traits.is_folder,
         new_names=None if request.files is None else request.files.new_names,
     )
     packing = packing_of(request, conversion.source, name)

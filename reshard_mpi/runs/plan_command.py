@@ -212,7 +212,7 @@ class _Listing:
     def add(self, run: Run, plan: RankPlan, peak_bytes: int) -> None:
         """Add a target. All targets of a stage have the same tensors, unless they share them out."""
         self.summaries.append(RankSummary.of(plan, peak_bytes))
-        are_shared_out = run.conversion.once or formats.info(run.format).split_by_size
+        are_shared_out = run.conversion.is_one_checkpoint or formats.info(run.format).split_by_size
         if self._lists_tensors and (are_shared_out or plan.stage not in self._listed_stages):
             self._listed_stages.add(plan.stage)
             for name, tensor in _listed_tensors(plan).items():

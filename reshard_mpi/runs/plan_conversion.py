@@ -63,7 +63,7 @@ class Conversion:
     Args:
         keeps_strings: whether the target format has a place for strings.
         keeps_strategy: whether it has one for how the whole checkpoint is sharded.
-        once: whether each piece is written by one target only, since the files of all make up one checkpoint.
+        is_one_checkpoint: whether each piece is written by one target only, since the files of all make up one checkpoint.
         new_names: of the tensors of targets, by those in the source; None: the same.
     """
 
@@ -75,7 +75,7 @@ class Conversion:
         *,
         keeps_strings: bool = True,
         keeps_strategy: bool = True,
-        once: bool = False,
+        is_one_checkpoint: bool = False,
         new_names: Mapping[str, str] | None = None,
     ) -> None:
         self.source = source
@@ -84,7 +84,7 @@ class Conversion:
         self.limits = LIMITS
         self.keeps_strings = keeps_strings
         self.keeps_strategy = keeps_strategy
-        self.once = once
+        self.is_one_checkpoint = is_one_checkpoint
         self.view: MappedCheckpoint | None = None  # what maps make of the source; None: there is no map
         self.new_names = new_names
         # called before copies are compared with numpy, which takes more memory than planning
@@ -114,7 +114,7 @@ class Conversion:
     def placed_target(self) -> Strategy:
         """The targets' strategy, which also lists the companions of quantized weights."""
         if self._placed is None:
-            self._placed = self.planned_source.placed(self.target, is_global=self.once)
+            self._placed = self.planned_source.placed(self.target, is_global=self.is_one_checkpoint)
         return self._placed
 
     def plan(self, target_rank: int, *, checked: bool = True) -> RankPlan:
@@ -136,7 +136,7 @@ class Conversion:
             return self.checked(plan)
         try:
             opened = self.shards.open(target_rank)
-            if self.view is None and not self.once:
+            if self.view is None and not self.is_one_checkpoint:
                 self.source.require_known(opened.manifests.values(), opened.is_cut)
             require_same_network(self.planned_source.strategy, opened.manifests.values())
             if self.policy.strict:
@@ -156,12 +156,17 @@ class Conversion:
             plan = self._without_strings(plan)
         if self.view is not None:
             plan = self.view.completed(plan, checked=checked)
-            if not self.once:  # else cuts say only who writes what
+            if not self.is_one_checkpoint:  # else cuts say only who writes what
                 plan = plan._replace(warnings=(*plan.warnings, *self.view.cut_warnings(plan)))
         strings = (plan.strings, *(manifest.strings for manifest in opened.manifests.values()))
         nest = next((each[NEST] for each in strings if NEST in each), None)
         may_cut = self.target.world_size > 1 or self.policy.unlisted is Unlisted.DROP
-        if nest is not None and may_cut and not self.once and self.policy.unlisted is not Unlisted.REPLICATE:
+        if (
+            nest is not None
+            and may_cut
+            and not self.is_one_checkpoint
+            and self.policy.unlisted is not Unlisted.REPLICATE
+        ):
             plan = _with_warning(plan, self.placed_target, nest, self.policy, self.source.files.path)
         if plan.gradients:
             from reshard_mpi.planning.gradient_joining import notes_on
@@ -170,7 +175,7 @@ class Conversion:
         if checked:
             self.require_none_left_behind(plan, ShardShare(target_rank, self.target.world_size))
             plan = self.checked(plan)
-        if self.once:
+        if self.is_one_checkpoint:
             opened.require_one_copy()
             self.shards.require_written(opened)
             plan = plan.without(opened.written_elsewhere())
@@ -220,7 +225,7 @@ class Conversion:
         if self.view is not None or self.target.world_size > 1 or self.source.strategy.world_size > 1:
             from reshard_mpi.planning.made_tensors import with_piece_shapes
 
-            plan = with_piece_shapes(plan, quantization.weights, is_global=self.once)
+            plan = with_piece_shapes(plan, quantization.weights, is_global=self.is_one_checkpoint)
         if self.keeps_strings and quantization.text:
             return plan._replace(strings={**plan.strings, SCHEME_TEXT: quantization.text})
         if SCHEME_TEXT not in plan.strings:
@@ -305,7 +310,7 @@ class Conversion:
     @property
     def _keeps_each_ranks_own(self) -> bool:
         """Whether each target has the values of one source rank that no strategy lists: none of them is lost."""
-        return self.planned_source.strategy.world_size == self.target.world_size and not self.once
+        return self.planned_source.strategy.world_size == self.target.world_size and not self.is_one_checkpoint
 
     def is_wanted(self, name: str, present: Container[str]) -> bool:
         """Tell whether the targets have a tensor. present: the names of all tensors of the checkpoint."""

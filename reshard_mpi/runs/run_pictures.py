@@ -267,7 +267,7 @@ class _Collected:
                     continue
                 if len(self._planned) >= budget:
                     return
-                rank = self._writer(kind, block) if self.conversion.once else block.holders[0]
+                rank = self._writer(kind, block) if self.conversion.is_one_checkpoint else block.holders[0]
                 if rank not in self._planned:
                     self.add(self.conversion.plan(rank, checked=False))
 
