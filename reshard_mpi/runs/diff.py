@@ -166,7 +166,7 @@ def _planned(
         plans.append(conversion.plan(0, checked=False))
         of_ranks = drift.unlisted
         if comm.rank == 0:
-            own = conversion if conversion.view is None else conversion.view.original
+            own = conversion if conversion.mapped is None else conversion.mapped.original
             of_ranks += own.checked(own.plan(0, checked=False)).differing
         found = difference_messages(of_ranks, conversion.source.files.path)
         notes_on_ranks += [f"{conversion.source.files.path}: {note}" for note in found.notes]
@@ -174,12 +174,12 @@ def _planned(
         conversion.require_none_left_behind(plans[-1], ShardShare(comm.rank, comm.size))
         peak_bytes += memory.require_possible(plans[-1]) + (comparing_bytes(LIMITS) if plans[-1].alike else 0)
     require_some(_names(conversions, plans))
-    view = conversions[0].view
-    if view is not None and comm.rank == 0:
-        view.check_values()
+    mapped = conversions[0].mapped
+    if mapped is not None and comm.rank == 0:
+        mapped.check_values()
     while not memory.reserve_peak(peak_bytes, purpose):
         plans = [conversion.plan(0, checked=False) for conversion in conversions]
-    of_map = plans[0].notes if view is not None else ()
+    of_map = plans[0].notes if mapped is not None else ()
     notes_on_gradients = (
         f"{source.files.path}: {note}"
         for source, plan in zip(sources, plans)
@@ -215,7 +215,7 @@ def _planned(
 
 def _names(conversions: Sequence[Conversion], plans: Sequence[RankPlan]) -> list[str]:
     """Return the names of all tensors of both, taken or not."""
-    left_out = (name for each in conversions if each.view is not None for name in each.view.left_out)
+    left_out = (name for each in conversions if each.mapped is not None for name in each.mapped.left_out)
     return list(dict.fromkeys((*(spec.name for plan in plans for spec in plan.tensors.specs), *left_out)))
 
 

@@ -45,11 +45,11 @@ class TensorLineage(NamedTuple):
 
 def origin_of(conversion: Conversion, name: str) -> TensorLineage:
     """Return the sources of the tensor `name` of a target."""
-    if conversion.view is None:
+    if conversion.mapped is None:
         return TensorLineage((name,), "")
     from reshard_mpi.mapping.result import DerivedTensor
 
-    recipe = conversion.view.recipe(name)
+    recipe = conversion.mapped.recipe(name)
     if not isinstance(recipe, DerivedTensor):
         return TensorLineage((), recipe.where if recipe is not None else "", ())
     boxes = tuple((pair.to, recipe.sources[pair.source]) for pair in recipe.shape.pairs)
@@ -58,7 +58,9 @@ def origin_of(conversion: Conversion, name: str) -> TensorLineage:
 
 def source_groups(conversion: Conversion, target_rank: int, names: tuple[str, ...]) -> Mapping[str, SourceGroup]:
     """Return how the source holds the tensors that are read for a target."""
-    both = conversion.held(target_rank, names) if conversion.view is None else conversion.view.original.held(0, names)
+    both = (
+        conversion.held(target_rank, names) if conversion.mapped is None else conversion.mapped.original.held(0, names)
+    )
     return {name: held.group for name, held in both.items()}
 
 
@@ -138,7 +140,7 @@ def _first_holder(conversion: Conversion, name: str, ranks: Sequence[int]) -> Ra
         if conversion.held(rank, (name,)):
             return plan
         every_name |= dict.fromkeys(held for group in plan.tensors.groups for held in group.names)
-    if conversion.view is not None and name in _shapes(conversion.view.original.plan(0, checked=False)):
+    if conversion.mapped is not None and name in _shapes(conversion.mapped.original.plan(0, checked=False)):
         becomes = [other for other in every_name if name in origin_of(conversion, other).sources]
         raise UsageError(
             f"{name!r} is a tensor of the source",
@@ -161,8 +163,8 @@ def _source_lines(run: Run, target_rank: int, origin: TensorLineage) -> Iterator
         yield f"{made_of}, by {origin.by}"
     shapes: Mapping[str, Shape] = {}
     if stored.strategy.world_size > 1:
-        view = conversion.view
-        plan = conversion.plan(target_rank, checked=False) if view is None else view.original.plan(0, checked=False)
+        mapped = conversion.mapped
+        plan = conversion.plan(target_rank, checked=False) if mapped is None else mapped.original.plan(0, checked=False)
         shapes = _shapes(plan)
     groups = source_groups(conversion, target_rank, origin.sources[:_MOST_SOURCES])
     for name, group in groups.items():

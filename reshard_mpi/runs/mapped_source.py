@@ -48,8 +48,8 @@ def conversion_through(tensor_map: TensorMap, conversion: Conversion, packing: P
     original = Conversion(source, unsharded(), policy)
     is_rank_by_rank = conversion.target.world_size == source.strategy.world_size > 1
     maps = SourceMaps(original, tensor_map, packing, conversion.is_wanted, is_rank_by_rank)
-    view = MappedCheckpoint(source.files, unsharded(source.files.path), maps)
-    return conversion.changed(view=view)
+    mapped = MappedCheckpoint(source.files, unsharded(source.files.path), maps)
+    return conversion.changed(mapped=mapped)
 
 
 class MappedCheckpoint(SourceCheckpoint):
@@ -64,7 +64,7 @@ class MappedCheckpoint(SourceCheckpoint):
         self._recipes: Mapping[str, DerivedTensor | ConstantTensor] | None = None
 
     def of(self, source: SourceCheckpoint) -> MappedCheckpoint:
-        """Return the same view of `source`: the same files, opened anew."""
+        """Return the same result of the maps of `source`: the same files, opened anew."""
         maps = self.maps._replace(original=self.original.changed(source=source))
         return MappedCheckpoint(self.files, self.strategy, maps)
 

@@ -230,9 +230,9 @@ def open_run(
             Workload(conversion, name, most_planned, request.verify, is_streamed=streamed), purpose
         )
 
-    if conversion.view is not None and traits.packs:
+    if conversion.mapped is not None and traits.packs:
         reserve_for_planning()
-        packed = conversion.view.packed
+        packed = conversion.mapped.packed
         request = request._replace(prefix=packed.prefix)
         read = read._replace(target=Strategy(len(packed.files), 1, {}))  # which file has what is known
         conversion = conversion.changed(target=read.target)

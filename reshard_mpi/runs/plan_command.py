@@ -248,8 +248,8 @@ def _tensor_lines(shares: Iterable[Mapping[str, _TargetTensor]], origins: Mappin
 def _origins(conversion: Conversion) -> Iterator[tuple[str, str]]:
     """Yield names of tensors of the targets with their sources, where these are not the tensors of that name."""
     source = conversion.source
-    if conversion.view is not None:
-        yield from conversion.view.origins()
+    if conversion.mapped is not None:
+        yield from conversion.mapped.origins()
     elif conversion.policy.accumulated is not Accumulated.REFUSE:
         for rank in source.stage_ranks().values():
             for name in filter(is_partial_sum, source.manifest(rank).tensors):
@@ -268,7 +268,9 @@ def rules_of_source(conversion: Conversion, target_rank: int | None) -> tuple[Sh
         shapes[name] = rank, source.manifest(rank).tensors[name].shape
     wholes: dict[str, Shape] = {}
     if any(placement.ceil for _, placement in source.strategy.rules):
-        planned, opened_rank = (conversion, target_rank) if conversion.view is None else (conversion.view.original, 0)
+        planned, opened_rank = (
+            (conversion, target_rank) if conversion.mapped is None else (conversion.mapped.original, 0)
+        )
         both = {} if opened_rank is None else planned.held(opened_rank, shapes)
         wholes = {name: held.group.shape for name, held in both.items()}
     return tuple(shown_rules(source.strategy, shapes, wholes))

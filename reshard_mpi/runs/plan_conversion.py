@@ -85,7 +85,7 @@ class Conversion:
         self.keeps_strings = keeps_strings
         self.keeps_strategy = keeps_strategy
         self.is_one_checkpoint = is_one_checkpoint
-        self.view: MappedCheckpoint | None = None  # what maps make of the source; None: there is no map
+        self.mapped: MappedCheckpoint | None = None  # what maps make of the source; None: there is no map
         self.new_names = new_names
         # called before copies are compared with numpy, which takes more memory than planning
         self.before_gathering: Callable[[], object] = lambda: None
@@ -108,7 +108,7 @@ class Conversion:
     @property
     def planned_source(self) -> SourceCheckpoint:
         """The checkpoint that targets are planned from: the result of the maps, or else the source itself."""
-        return self.source if self.view is None else self.view
+        return self.source if self.mapped is None else self.mapped
 
     @property
     def placed_target(self) -> Strategy:
@@ -128,15 +128,15 @@ class Conversion:
         """
         check_target_rank(target_rank, self.target)
         self.require_fitting_strategies()
-        if self.view is not None and self.view.has_files:
-            plan = self.view.completed(self.view.file_plan(target_rank), checked=checked)
+        if self.mapped is not None and self.mapped.has_files:
+            plan = self.mapped.completed(self.mapped.file_plan(target_rank), checked=checked)
             if not checked:
                 return plan
             self.require_none_left_behind(plan, ShardShare(target_rank, self.target.world_size))
             return self.checked(plan)
         try:
             opened = self.shards.open(target_rank)
-            if self.view is None and not self.is_one_checkpoint:
+            if self.mapped is None and not self.is_one_checkpoint:
                 self.source.require_known(opened.manifests.values(), opened.is_cut)
             require_same_network(self.planned_source.strategy, opened.manifests.values())
             if self.policy.strict:
@@ -154,10 +154,10 @@ class Conversion:
             plan = self._saying_how(plan, quantization)
         if plan.strings and not self.keeps_strings:
             plan = self._without_strings(plan)
-        if self.view is not None:
-            plan = self.view.completed(plan, checked=checked)
+        if self.mapped is not None:
+            plan = self.mapped.completed(plan, checked=checked)
             if not self.is_one_checkpoint:  # else cuts say only who writes what
-                plan = plan._replace(warnings=(*plan.warnings, *self.view.cut_warnings(plan)))
+                plan = plan._replace(warnings=(*plan.warnings, *self.mapped.cut_warnings(plan)))
         strings = (plan.strings, *(manifest.strings for manifest in opened.manifests.values()))
         nest = next((each[NEST] for each in strings if NEST in each), None)
         may_cut = self.target.world_size > 1 or self.policy.unlisted is Unlisted.DROP
@@ -195,8 +195,8 @@ class Conversion:
             plan: that of any target.
             is_asked: tells which tensors are asked for.
         """
-        if self.view is not None:
-            self.view.require_none_left_behind(share, is_asked)
+        if self.mapped is not None:
+            self.mapped.require_none_left_behind(share, is_asked)
             return
         taken = {*plan.tensors.specs.names, *plan.written_by_others}
         self.shards.require_none_left_behind(plan.target_rank, taken, share, is_asked)
@@ -222,7 +222,7 @@ class Conversion:
 
     def _saying_how(self, plan: RankPlan, quantization: QuantizedWeights) -> RankPlan:
         """Return a plan whose target says how it is quantized, and the shapes of its own pieces of weights."""
-        if self.view is not None or self.target.world_size > 1 or self.source.strategy.world_size > 1:
+        if self.mapped is not None or self.target.world_size > 1 or self.source.strategy.world_size > 1:
             from reshard_mpi.planning.made_tensors import with_piece_shapes
 
             plan = with_piece_shapes(plan, quantization.weights, is_global=self.is_one_checkpoint)
@@ -254,7 +254,7 @@ class Conversion:
 
     def needs(self, name: str) -> bool:
         """Tell whether anything is made of a tensor of the source."""
-        return self.view is None or self.view.needs(name)
+        return self.mapped is None or self.mapped.needs(name)
 
     def drifted_tensors(
         self,
@@ -275,12 +275,12 @@ class Conversion:
         Raises what `compare_samples.drifted_tensors` raises.
         """
         self.require_fitting_strategies()
-        if self.view is not None:
-            return self.view.original.drifted_tensors(
+        if self.mapped is not None:
+            return self.mapped.original.drifted_tensors(
                 damaged_are_replaced=damaged_are_replaced,
                 process=process,
                 processes=processes,
-                needs=self.view.needs,
+                needs=self.mapped.needs,
             )
         if self.policy.replicas is Replicas.ANY or self.source.strategy.world_size == 1:
             return NO_DRIFT
@@ -319,14 +319,14 @@ class Conversion:
     def without(self, damage: Mapping[int, ReshardError]) -> Conversion:
         """Return the same conversion without source shards that are known to be damaged."""
         source = open_source(self.source.files, self.source.plain_strategy, damage)
-        view = None if self.view is None else self.view.of(source)
-        return self.changed(source=source, view=view)
+        mapped = None if self.mapped is None else self.mapped.of(source)
+        return self.changed(source=source, mapped=mapped)
 
     def forget(self) -> None:
         """Free what has been read of shards; it is read again when it is needed."""
         self.source.forget()
-        if self.view is not None:
-            self.view.forget()
+        if self.mapped is not None:
+            self.mapped.forget()
         self._opener = None
 
     def require_fitting_strategies(self) -> None:
@@ -360,7 +360,7 @@ class Conversion:
         return self._opener
 
     def _moments(self, manifests: Mapping[int, Manifest]) -> tuple[SharedFact, ...]:
-        if self.view is not None:
+        if self.mapped is not None:
             # Names in the source itself tell the moment. In a map's result, a number in a name may be another's.
             return ()
         strategy = self.planned_source.strategy

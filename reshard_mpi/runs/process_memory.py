@@ -137,7 +137,7 @@ class Projection(NamedTuple):
         parameters = max(len(source.strategy.parameters), len(target.parameters))
         base_bytes = INTERPRETER_BYTES + _loaded_bytes() + (_NUMPY_BYTES if has_numpy else 0)
         base_bytes += parameters * _PARAMETER_BYTES
-        base_bytes += per_shard * _MAPPED_BYTES if conversion.view is not None else 0
+        base_bytes += per_shard * _MAPPED_BYTES if conversion.mapped is not None else 0
         base_bytes += source.extent.pieces * _LISTED_PIECE_BYTES
         base_bytes += known_bytes + kept_bytes + per_shard * _PLANNED_SHARD_BYTES + source.extent.kinds * _KIND_BYTES
         if not source.extent.is_native:
@@ -339,9 +339,9 @@ class RunMemory:
     def reserve_for_planning(self, work: Workload, purpose: str) -> Projection:
         """Wait for the memory to read the shards of a conversion and to plan its targets; return the projection."""
         conversion = work.conversion
-        if conversion.view is not None:  # what the map makes tells how much memory planning takes
+        if conversion.mapped is not None:  # what the map makes tells how much memory planning takes
             self.reserve_peak(Projection.of(work).planning_bytes, purpose)
-            conversion.view.manifest(0)
+            conversion.mapped.manifest(0)
         self._projection = Projection.of(work)
         self.reserve_peak(self._projection.planning_bytes, purpose)
         conversion.before_gathering = partial(self.reserve_peak, self._projection.gathering_bytes, purpose)

@@ -236,7 +236,7 @@ class _Collected:
         layouts = self.conversion.held(rank, new)  # of all at once, since that takes as long as to plan it
         origins = {first: origin_of(self.conversion, first) for first in new}
         groups: Mapping[str, SourceGroup] = {first: both.group for first, both in layouts.items()}
-        if self.conversion.view is not None:
+        if self.conversion.mapped is not None:
             names = dict.fromkeys(name for origin in origins.values() for name in origin.sources[:_MOST_SOURCES])
             groups = source_groups(self.conversion, rank, tuple(names))
         for first, (group, alike) in new.items():
@@ -292,7 +292,7 @@ class _Collected:
 
     def _panels(self, kind: _AlikeTensors) -> tuple[tuple[Panel, ...], Panel]:
         groups = kind.sources
-        is_same = self.conversion.view is None
+        is_same = self.conversion.mapped is None
         shapes = {name: groups[name].shape for name in groups}
         boxes = {name: self._pieces(kind, name) for name in groups}
         by_layout = {name: _layout_of(groups[name].layouts, tuple(boxes[name])) for name in groups}

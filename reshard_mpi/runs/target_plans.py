@@ -192,7 +192,7 @@ class TargetPlans:
         if self._earlier_target is not None:
             self._earlier_target.require_same_state(rank, inputs.sources)
         if leads:
-            as_is = run.conversion.view is None and run.conversion.source.files.format == run.format
+            as_is = run.conversion.mapped is None and run.conversion.source.files.format == run.format
             require_readable_types(plan.tensors.specs, run.format, as_is=as_is)
             require_readable_structure(plan.shard, run.format)
             if request.crc and formats.info(run.format).crc_counts_scalars:

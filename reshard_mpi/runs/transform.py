@@ -235,9 +235,9 @@ def compare_sources(
             size_bytes, own_bytes = (sum(alike.size_bytes for alike in groups) for groups in (planned.alike, mine))
             progress.begin(ProgressStage("comparing copies", size_bytes), own_bytes)
         compared = together(comm, partial(_compare, plans, planned, mine, comm, memory, progress))
-    view = plans.run.conversion.view
-    if view is not None and view.has_files and request.replicas is not Replicas.ANY:
-        _compare_parts(view, plans, comm, memory, progress)
+    mapped = plans.run.conversion.mapped
+    if mapped is not None and mapped.has_files and request.replicas is not Replicas.ANY:
+        _compare_parts(mapped, plans, comm, memory, progress)
     return _judged(planned, compared, request.source, strict=request.strict)
 
 
@@ -267,11 +267,11 @@ def _compare(
 
 
 def _compare_parts(
-    view: MappedCheckpoint, plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress
+    mapped: MappedCheckpoint, plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress
 ) -> None:
     """Compare parts of tensors that must be the same, since this process's targets have only one of both."""
     files, limits = [rank for rank in plans.own.leads if rank in plans.inputs], plans.run.conversion.limits
-    own_bytes = view.compared_bytes(files)
+    own_bytes = mapped.compared_bytes(files)
     size_bytes = sum(together(comm, lambda: own_bytes))
     if size_bytes:
         progress.begin(ProgressStage("comparing weights", size_bytes), own_bytes)
@@ -280,7 +280,7 @@ def _compare_parts(
         if own_bytes:
             memory.reserve_peak(memory.projection.gathering_bytes, f"comparing in {plans.run.request.source}")
         counted = SliceCounter(progress.moved, own_bytes)
-        view.require_same_parts(files, limits, counted.add)
+        mapped.require_same_parts(files, limits, counted.add)
         counted.end()
 
     together(comm, compare_own)

@@ -216,8 +216,8 @@ def _opened_pair(
     packing = packing or reading_of(request, source, target_files.format)
     conversion, digests = apply_map(request, conversion, packing)
     if by_file:
-        assert conversion.view is not None
-        packed = conversion.view.packed
+        assert conversion.mapped is not None
+        packed = conversion.mapped.packed
         target = _packed_target(target_files, packed)
         conversion = conversion.changed(target=target.strategy)
     otherwise = made_otherwise(request, digests, chosen_files(files), run, target_files.path)
@@ -228,9 +228,9 @@ def _opened_pair(
     conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
     notes: tuple[str, ...] = ()
     if comm.rank == 0:
-        if conversion.view is not None:
-            conversion.view.check_values()
-        notes = made_so if conversion.view is None else (*made_so, *conversion.view.notes())
+        if conversion.mapped is not None:
+            conversion.mapped.check_values()
+        notes = made_so if conversion.mapped is None else (*made_so, *conversion.mapped.notes())
         if accumulated is not request.accumulated:
             joined = f"the {accumulated} of the replicas, as {target_files.path} says"
             notes = (*notes, f"accumulated gradients are compared with {joined}")
