@@ -63,7 +63,7 @@ class Conversion:
     Args:
         keeps_strings: whether the target format has a place for strings.
         keeps_strategy: whether it has one for how the whole checkpoint is sharded.
-        is_one_checkpoint: whether each piece is written by one target only, since the files of all make up one checkpoint.
+        is_one_checkpoint: whether the files of all targets make up one, so that each piece is written by one only.
         new_names: of the tensors of targets, by those in the source; None: the same.
     """
 
