@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import FLOATS, DType
-from reshard_mpi.mapping.box_pairs import TargetShape, TermTensor
+from reshard_mpi.mapping.box_pairs import Assembly, TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory, UnfitMapError, shown, told_direction
 from reshard_mpi.mapping.follow_parameters import followed
 from reshard_mpi.mapping.matching import Match, matches, usual_notes
@@ -154,7 +154,7 @@ class _Everything(NamedTuple):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes = {tensor.name: tensor.shape.shape for tensor in self.tensors}
+        shapes = {tensor.name: tensor.assembly.shape for tensor in self.tensors}
         shapes |= {constant.name: constant.kind.shape for constant in self.constants}
         return shapes | {number.name: number.kind.shape for number in self.numbers}
 
@@ -281,7 +281,7 @@ def _tensors(
     parameter_names = {name for match in taken.matches for name in match.sources.values()}
     position = {name: number for number, name in enumerate(inventory)}
     # One for all tensors of a shape: tensors that are made in the same way are planned and moved together.
-    wholes = {kind.shape: TargetShape.whole(_OWN, kind.shape) for kind in inventory.values()}
+    wholes = {kind.shape: Assembly.whole(_OWN, kind.shape) for kind in inventory.values()}
     by_match = [
         (position[name], DerivedTensor(name, kind.dtype, wholes[kind.shape], {_OWN: name}, ""))
         for name, kind in ((name, inventory[name]) for name in taken.kept)
@@ -381,11 +381,11 @@ def _is_state(match: Match, names: Container[str], inventory: Inventory) -> bool
 
 def _single_shaped(tensor: DerivedTensor, shape: tuple[int, ...] | None) -> DerivedTensor:
     """Return a tensor of one element in this shape of one element; any other tensor as it is."""
-    own = tensor.shape
+    own = tensor.assembly
     if shape is None or shape == own.shape or prod(own.shape) != 1 or prod(shape) != 1:
         return tensor
     pairs = tuple(pair._replace(to=Box.whole(shape), order=None) for pair in own.pairs)
-    return tensor._replace(shape=TargetShape(shape, pairs, ()))
+    return tensor._replace(assembly=Assembly(shape, pairs, ()))
 
 
 def _of_match(

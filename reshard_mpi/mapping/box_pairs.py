@@ -160,7 +160,7 @@ class BoxPair(NamedTuple):
         return Move(self.region, self.to, self.order)
 
 
-class TargetShape(NamedTuple):
+class Assembly(NamedTuple):
     """A target tensor: its shape, the pairs that make it up, and the boxes of it that are zeros."""
 
     shape: tuple[int, ...]
@@ -168,7 +168,7 @@ class TargetShape(NamedTuple):
     zeros: tuple[Box, ...]
 
     @classmethod
-    def whole(cls, source: TermTensor, shape: tuple[int, ...]) -> TargetShape:
+    def whole(cls, source: TermTensor, shape: tuple[int, ...]) -> Assembly:
         """Return the shape of a target that is one tensor of the source, taken as it is."""
         return cls(shape, (BoxPair.whole(source, shape),), ())
 
@@ -176,7 +176,7 @@ class TargetShape(NamedTuple):
 class Geometry(NamedTuple):
     """What an equation comes to for certain sizes: its target tensors, and by term, what of the source is padding."""
 
-    targets: Mapping[TermTensor, TargetShape]
+    targets: Mapping[TermTensor, Assembly]
     pads: Mapping[int, tuple[Box, ...]]
 
 
@@ -224,8 +224,7 @@ def geometry(source: Sequence[Term], target: Sequence[Term], sizes: Sizes, *, co
     zeros = {number: tuple(_pads(term, sizes)) for number, term in enumerate(target)}
     shapes = {number: _shape(term, sizes) for number, term in enumerate(target)}
     targets = {
-        place: TargetShape(shapes[place.term], tuple(box_pairs), zeros[place.term])
-        for place, box_pairs in pairs.items()
+        place: Assembly(shapes[place.term], tuple(box_pairs), zeros[place.term]) for place, box_pairs in pairs.items()
     }
     for place, (shape, box_pairs, empty) in targets.items():
         filled = sum(pair.to.size for pair in box_pairs) + sum(box.size for box in empty)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.mapping.apply_rules import applied
-from reshard_mpi.mapping.box_pairs import MAX_PAIRS, BoxPair, TargetShape, TermTensor
+from reshard_mpi.mapping.box_pairs import MAX_PAIRS, Assembly, BoxPair, TermTensor
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.follow_parameters import MadeParameter
 from reshard_mpi.mapping.optimizers import settings_of_all
@@ -25,15 +25,15 @@ MadeUp = ConstantTensor | Computed
 class _Composed(NamedTuple):
     """How tensors are made of the first ones."""
 
-    shape: TargetShape
-    # for each source of the shape, in order, the source of the last map and the source of the map before
+    assembly: Assembly
+    # for each source of the assembly, in order, the source of the last map and the source of the map before
     places: tuple[tuple[TermTensor, TermTensor], ...]
 
 
 class Composition:
     """Tells, for tensors that several maps make in turn, from which first tensors they come.
 
-    Tensors that are made alike get one shape, so that they can be told by it.
+    Tensors that are made alike get one assembly, so that they can be told by it.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Composition:
         for tensor in derived:
             names = {place: tensor.sources[place] for place in taken_of(tensor)}
             recipes = {place: before.get(name) for place, name in names.items()}
-            key = id(tensor.shape), tuple((place, _identity(recipe)) for place, recipe in recipes.items())
+            key = id(tensor.assembly), tuple((place, _identity(recipe)) for place, recipe in recipes.items())
             composed = self._composed.get(key)
             if composed is None:
                 composed = self._composed[key] = self._compose(tensor, recipes)
@@ -64,30 +64,29 @@ class Composition:
                 sources[TermTensor(number, ())] = recipe.sources[inner]
             wheres = list(dict.fromkeys(recipe.where for recipe in recipes.values() if recipe and recipe.where))
             where = ", then ".join(filter(None, (shortened(wheres) if wheres else "", tensor.where)))
-            yield tensor._replace(shape=composed.shape, sources=sources, where=where)
+            yield tensor._replace(assembly=composed.assembly, sources=sources, where=where)
 
     def _compose(self, tensor: DerivedTensor, recipes: Mapping[TermTensor, MadeUp | DerivedTensor | None]) -> _Composed:
         places: dict[tuple[TermTensor, TermTensor], TermTensor] = {}
-        shape = tensor.shape
-        pairs, zeros = [], list(shape.zeros)
-        for pair in shape.pairs:
+        pairs, zeros = [], list(tensor.assembly.zeros)
+        for pair in tensor.assembly.pairs:
             recipe, after = recipes[pair.source], pair.move
             if isinstance(recipe, DerivedTensor):
-                for number, _ in sorted(self._pieces_of(recipe.shape).meeting(pair.region)):
-                    inner = recipe.shape.pairs[number]
+                for number, _ in sorted(self._pieces_of(recipe.assembly).meeting(pair.region)):
+                    inner = recipe.assembly.pairs[number]
                     move = inner.move.then(after)
                     if move is not None:
                         place = places.setdefault((pair.source, inner.source), TermTensor(len(places), ()))
                         pairs.append(BoxPair(place, *move))
                         self._count(tensor)
             if isinstance(recipe, DerivedTensor) or (isinstance(recipe, ConstantTensor) and not any(recipe.element)):
-                moved = (Move(box, box).then(after) for box in recipe.shape.zeros)
+                moved = (Move(box, box).then(after) for box in recipe.assembly.zeros)
                 zeros += [move.to for move in moved if move is not None]
         if not places:  # of no element, or of zeros alone: it is made of the same tensors nevertheless
             for place, recipe in recipes.items():
                 for own in taken_of(recipe) if isinstance(recipe, DerivedTensor) else ():
                     places[place, own] = TermTensor(len(places), ())
-        return _Composed(TargetShape(shape.shape, tuple(pairs), tuple(zeros)), tuple(places))
+        return _Composed(Assembly(tensor.assembly.shape, tuple(pairs), tuple(zeros)), tuple(places))
 
     def _count(self, tensor: DerivedTensor) -> None:
         self._boxes += 1
@@ -99,16 +98,16 @@ class Composition:
                 remedy="convert the tensors in several runs, with one map each",
             )
 
-    def _pieces_of(self, shape: TargetShape) -> Pieces:
-        if id(shape) not in self._pieces:
-            self._pieces[id(shape)] = Pieces([pair.to for pair in shape.pairs])
-        return self._pieces[id(shape)]
+    def _pieces_of(self, assembly: Assembly) -> Pieces:
+        if id(assembly) not in self._pieces:
+            self._pieces[id(assembly)] = Pieces([pair.to for pair in assembly.pairs])
+        return self._pieces[id(assembly)]
 
 
 def _identity(recipe: MadeUp | DerivedTensor | None) -> object:
     """Return a key that is equal for tensors made in the same way."""
     if isinstance(recipe, DerivedTensor):
-        return id(recipe.shape), None if recipe.shape.pairs else tuple(recipe.sources)
+        return id(recipe.assembly), None if recipe.assembly.pairs else tuple(recipe.sources)
     return (recipe.kind, recipe.element) if isinstance(recipe, ConstantTensor) else recipe and recipe.kind
 
 

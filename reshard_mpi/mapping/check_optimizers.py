@@ -306,14 +306,14 @@ def _is_made_alike(
     shapes_of_owners = [inventory[owner].shape if owner in inventory else None for owner in owner_of.values()]
     if shapes != shapes_of_owners or all(prod(shape) == 1 for shape in shapes):
         return True
-    if state.shape.shape != parameter.shape.shape:
+    if state.assembly.shape != parameter.assembly.shape:
         return False
     are_same = all(parameter.sources.get(place) == owner for place, owner in owner_of.items())
-    if are_same and state.shape == parameter.shape:
+    if are_same and state.assembly == parameter.assembly:
         return True
     compared = 0
-    for own in state.shape.pairs:
-        for other in parameter.shape.pairs:
+    for own in state.assembly.pairs:
+        for other in parameter.assembly.pairs:
             part = own.to.intersect(other.to)
             if part is None or not part.size:
                 continue
@@ -323,7 +323,7 @@ def _is_made_alike(
             if not is_same or regions[0] != regions[1] or orders[0] != orders[1]:
                 return False
             compared += part.size
-    return all(compared == sum(pair.to.size for pair in tensor.shape.pairs) for tensor in (state, parameter))
+    return all(compared == sum(pair.to.size for pair in tensor.assembly.pairs) for tensor in (state, parameter))
 
 
 def _sides(optimizer: Optimizer, beginnings: Iterable[str], tensors: Iterable[str]) -> list[_Side]:

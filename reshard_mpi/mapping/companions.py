@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import MapError, ReshardError
 from reshard_mpi.mapping.apply_to_file import MappedFile
-from reshard_mpi.mapping.box_pairs import BoxPair, TargetShape, TermTensor
+from reshard_mpi.mapping.box_pairs import Assembly, BoxPair, TermTensor
 from reshard_mpi.mapping.chain import composed
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
@@ -57,7 +57,7 @@ def _followed(mapped: MapResult, weights: Weights, inventory: Inventory) -> Foll
     """
     made: list[DerivedTensor] = []
     new_weights: dict[str, StoredWeight] = {}
-    shapes: dict[object, TargetShape] = {}
+    shapes: dict[object, Assembly] = {}
     for tensor in mapped.made:
         places = {place: tensor.sources[place] for place in taken_of(tensor)}
         quantized = {place: weights[name].weight for place, name in places.items() if name in weights}
@@ -65,7 +65,7 @@ def _followed(mapped: MapResult, weights: Weights, inventory: Inventory) -> Foll
             made.append(tensor)
             continue
         weight, companions = _Following(tensor, places, quantized, inventory, shapes).made()
-        new_weights[tensor.name] = StoredWeight(weight, tensor.shape.shape)
+        new_weights[tensor.name] = StoredWeight(weight, tensor.assembly.shape)
         made += companions
     _require_different(made, mapped)
     taken = {name for tensor in made for name in tensor.sources.values()}
@@ -93,7 +93,7 @@ class _Following:
         places: Mapping[TermTensor, str],
         quantized: Mapping[TermTensor, QuantizedWeight],
         inventory: Inventory,
-        shapes: dict[object, TargetShape],
+        shapes: dict[object, Assembly],
     ) -> None:
         self._tensor, self._sources, self._inventory, self._shapes = tensor, quantized, inventory, shapes
         self._first = next(iter(quantized.values()))
@@ -107,7 +107,7 @@ class _Following:
                 raise self._refusal(
                     f"{self._first.stored} and {weight.stored} are quantized in different ways", "one way"
                 )
-        if tensor.shape.zeros:
+        if tensor.assembly.zeros:
             raise self._refusal("zeros would be added, which have no scale", "no padding")
         self._source_of, self._is_same_order = self._dimensions()
 
@@ -144,21 +144,21 @@ class _Following:
     @property
     def _logical_shape(self) -> tuple[int, ...]:
         """The shape of the weight that is made, once it is dequantized."""
-        scheme, shape = self._first.scheme, self._tensor.shape.shape
+        scheme, shape = self._first.scheme, self._tensor.assembly.shape
         if self._is_whole or scheme.kind in _UNPACKED:
             return self._first.shape if self._is_whole else shape
         made = fit(layout_of(scheme), shape, {}, None).shape
         if scheme.kind != "packed":
             return made
         # The last word of a row may not be full: the last columns of all tell where it ends.
-        last = next(pair for pair in self._tensor.shape.pairs if pair.to.stop[-1] == shape[-1])
+        last = next(pair for pair in self._tensor.assembly.pairs if pair.to.stop[-1] == shape[-1])
         left_out = self._sources[last.source].shape[-1] - last.region.stop[-1] * 32 // scheme.bits
         return (*made[:-1], made[-1] + min(0, left_out))
 
     @property
     def _is_whole(self) -> bool:
         """Whether the map only renames the weight."""
-        (pair, *others) = self._tensor.shape.pairs or (None,)
+        (pair, *others) = self._tensor.assembly.pairs or (None,)
         source = self._inventory[self._first.stored].shape
         return (
             pair is not None
@@ -173,10 +173,10 @@ class _Following:
 
         Also whether dimensions keep their order.
         """
-        shape = self._tensor.shape
-        source_of: list[int | None] = [None] * len(shape.shape)
+        assembly = self._tensor.assembly
+        source_of: list[int | None] = [None] * len(assembly.shape)
         source_shape = self._inventory[self._first.stored].shape
-        for pair in shape.pairs:
+        for pair in assembly.pairs:
             pairs = paired(pair.region, pair.to, pair.order)
             if pair.order is None and pair.region.shape == pair.to.shape:
                 pairs = tuple((dim, dim) for dim in range(pair.to.ndim))
@@ -185,12 +185,12 @@ class _Following:
                     raise self._refusal("its axes are joined or divided", "axes that stay axes")
                 source_of[target_dim] = dim
         ones = [dim for dim, length in enumerate(source_shape) if length == 1 and dim not in source_of]
-        free = [dim for dim, length in enumerate(shape.shape) if length == 1 and source_of[dim] is None]
+        free = [dim for dim, length in enumerate(assembly.shape) if length == 1 and source_of[dim] is None]
         for dim, target_dim in zip(reversed(ones), reversed(free)):
             source_of[target_dim] = dim
         known = [dim for dim in source_of if dim is not None]
         dropped = [dim for dim in range(len(source_shape)) if dim not in known]  # along which weights were stacked
-        is_taken_apart = all(pair.region.shape[dim] == 1 for pair in shape.pairs for dim in dropped)
+        is_taken_apart = all(pair.region.shape[dim] == 1 for pair in assembly.pairs for dim in dropped)
         if not is_taken_apart or len(set(known)) != len(known) or any(self._first.grain[dim] != 1 for dim in dropped):
             raise self._refusal("its axes are joined or divided", "axes that stay axes")
         is_same = known == sorted(known)
@@ -221,29 +221,29 @@ class _Following:
             related.insert(number + self._source_of.count(None) - gone, None)
         return tuple(related)
 
-    def _shape(self, companion: Companion, new: Companion, names: Mapping[TermTensor, str]) -> TargetShape:
+    def _shape(self, companion: Companion, new: Companion, names: Mapping[TermTensor, str]) -> Assembly:
         """Return how a companion of the target is made of its like in the sources."""
         kinds = {place: self._inventory[name].shape for place, name in names.items()}
-        key = (id(self._tensor.shape), companion.dims, new.dims, tuple(kinds.items()))
+        key = (id(self._tensor.assembly), companion.dims, new.dims, tuple(kinds.items()))
         if key in self._shapes:
             return self._shapes[key]
         is_stated = companion.role == "shape" and companion.dims == new.dims == (None,)  # and said anew when planned
         if is_stated or (new.dims == companion.dims and self._is_whole):
-            source = self._tensor.shape.pairs[0].source
-            shape = TargetShape.whole(source, kinds[source])
+            source = self._tensor.assembly.pairs[0].source
+            shape = Assembly.whole(source, kinds[source])
         else:
             pairs: dict[Box, BoxPair] = {}
-            for pair in self._tensor.shape.pairs:
+            for pair in self._tensor.assembly.pairs:
                 moved = self._moved(pair, companion, new, kinds[pair.source])
                 if pairs.setdefault(moved.to, moved) != moved:
                     raise self._refusal(f"{companion.name} and its like would have to be one", "the same in all parts")
             lengths = [
-                kinds[self._tensor.shape.pairs[0].source][companion.dims.index(None)]
+                kinds[self._tensor.assembly.pairs[0].source][companion.dims.index(None)]
                 if relation is None
-                else relation.length(self._tensor.shape.shape[relation.dim])
+                else relation.length(self._tensor.assembly.shape[relation.dim])
                 for relation in new.dims
             ]
-            shape = TargetShape(tuple(lengths), tuple(pairs.values()), ())
+            shape = Assembly(tuple(lengths), tuple(pairs.values()), ())
             whole = Box.whole(tuple(lengths))
             is_covered = sum(pair.to.size for pair in pairs.values()) == whole.size
             if not is_covered or any(True for _ in overlapping(list(pairs), whole)):
@@ -258,7 +258,7 @@ class _Following:
             grain = self._first.grain[dim]
             begins = pair.region.start[dim], pair.to.start[target_dim]
             ends = pair.region.stop[dim], pair.to.stop[target_dim]
-            is_end = ends == (source_shape[dim], self._tensor.shape.shape[target_dim])
+            is_end = ends == (source_shape[dim], self._tensor.assembly.shape[target_dim])
             if any(begin % grain for begin in begins) or (any(end % grain for end in ends) and not is_end):
                 name = self._sources[pair.source].stored
                 raise self._refusal(

@@ -12,7 +12,7 @@ from math import prod
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.mapping.box_pairs import BoxPair, Geometry, TargetShape, TermTensor
+from reshard_mpi.mapping.box_pairs import Assembly, BoxPair, Geometry, TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory, TemplateShapes
 from reshard_mpi.mapping.matching import Match
 from reshard_mpi.mapping.rules import EquationRule, Rules
@@ -146,7 +146,7 @@ def _chosen(
 def _of_kept(rule: EquationRule, name: str, target: str, inventory: Inventory) -> Match:
     """Return how the state of a parameter that no equation takes gets another name."""
     place = TermTensor(0, ())
-    whole = TargetShape.whole(place, inventory[name].shape)
+    whole = Assembly.whole(place, inventory[name].shape)
     return Match(rule, {place: name}, {place: target}, Geometry({place: whole}, {}))
 
 
@@ -169,7 +169,7 @@ def _state(
         return Match(rule, sources, targets, match.geometry, equal)
     # A number of each parameter, such as its step: all must have the same.
     (first, name), *others = sources.items()
-    whole = TargetShape.whole(first, inventory[name].shape)
+    whole = Assembly.whole(first, inventory[name].shape)
     return Match(
         rule,
         {first: name},

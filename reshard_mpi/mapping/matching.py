@@ -11,9 +11,9 @@ from reshard_mpi.errors import MapError
 from reshard_mpi.mapping.axis_sizes import Dimension, Sizes, SizesProblem, UntoldLength, names_in, solved
 from reshard_mpi.mapping.box_pairs import (
     MAX_PAIRS,
+    Assembly,
     EquationProblem,
     Geometry,
-    TargetShape,
     TermTensor,
     geometry,
 )
@@ -58,7 +58,7 @@ def fitted(
     """
     if source[0].dims is None:
         origins = [0 if rule.copies else number for number in range(len(target))]
-        wholes = (TargetShape.whole(TermTensor(origin, ()), shapes[origin]) for origin in origins)
+        wholes = (Assembly.whole(TermTensor(origin, ()), shapes[origin]) for origin in origins)
         return Geometry({TermTensor(number, ()): whole for number, whole in enumerate(wholes)}, {})
     dimensions = _dimensions(source, shapes)
     for axis, length in counts.items():

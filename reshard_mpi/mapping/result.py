@@ -14,7 +14,7 @@ from reshard_mpi.formats.nest.nodes import MODEL, Dict, is_whole_training
 from reshard_mpi.formats.protocol import Packed, Part
 from reshard_mpi.formats.structure import MAX_DIMENSIONS, MAX_NAME_BYTES
 from reshard_mpi.formats.tensor_table import TensorType
-from reshard_mpi.mapping.box_pairs import BoxPair, TargetShape, TermTensor
+from reshard_mpi.mapping.box_pairs import Assembly, BoxPair, TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory, TemplateShapes
 from reshard_mpi.mapping.rules import (
     Count,
@@ -165,7 +165,7 @@ class DerivedTensor(NamedTuple):
 
     name: str
     dtype: DType
-    shape: TargetShape  # its pairs, and what of it is zeros
+    assembly: Assembly
     sources: Mapping[TermTensor, str]  # the names of the tensors that pairs take from
     where: str  # the place of the equation in the map; empty for a tensor that no equation takes
 
@@ -175,7 +175,7 @@ def taken_of(tensor: DerivedTensor) -> tuple[TermTensor, ...]:
 
     One that has no element of any, since it has none itself or only zeros, is made of all.
     """
-    return tuple(dict.fromkeys(pair.source for pair in tensor.shape.pairs)) or tuple(tensor.sources)
+    return tuple(dict.fromkeys(pair.source for pair in tensor.assembly.pairs)) or tuple(tensor.sources)
 
 
 class ConstantTensor(NamedTuple):
@@ -187,9 +187,9 @@ class ConstantTensor(NamedTuple):
     where: str
 
     @property
-    def shape(self) -> TargetShape:
+    def assembly(self) -> Assembly:
         """Its shape, all of it made of no source."""
-        return TargetShape(self.kind.shape, (), (Box.whole(self.kind.shape),))
+        return Assembly(self.kind.shape, (), (Box.whole(self.kind.shape),))
 
 
 class Equal(NamedTuple):
@@ -232,7 +232,7 @@ class MapResult(NamedTuple):
     @property
     def kinds(self) -> dict[str, TensorType]:
         """The type and shape of every tensor, by its name."""
-        kinds = {tensor.name: TensorType(tensor.dtype, tensor.shape.shape) for tensor in self.made}
+        kinds = {tensor.name: TensorType(tensor.dtype, tensor.assembly.shape) for tensor in self.made}
         kinds |= {constant.name: constant.kind for constant in self.constants}
         return kinds | {number.name: number.kind for number in self.computed}
 
@@ -296,14 +296,14 @@ def parts_of(packed: Packed, files: Iterable[Sequence[Part]], kinds: Mapping[str
         files: the parts of each of the files that are asked for.
         kinds: of the tensors, by name.
     """
-    shapes: dict[Box, TargetShape] = {}
+    shapes: dict[Box, Assembly] = {}
     source = TermTensor(0, ())
     made = []
     for part in (part for file in files for part in file):
         shape = shapes.get(part.box)
         if shape is None:
             pair = BoxPair(source, part.box, Box.whole(part.box.shape), None)
-            shape = shapes[part.box] = TargetShape(part.box.shape, (pair,), ())
+            shape = shapes[part.box] = Assembly(part.box.shape, (pair,), ())
         dtype = BY_NAME[part.dtype] if part.dtype else kinds[part.source].dtype
         made.append(DerivedTensor(part.name, dtype, shape, {source: part.source}, ""))
     equal = tuple(Equal(names, "the optimizer's groups") for names in packed.equal if len(names) > 1)
@@ -312,7 +312,7 @@ def parts_of(packed: Packed, files: Iterable[Sequence[Part]], kinds: Mapping[str
 
 def require_holdable(mapped: MapResult) -> None:
     """Raise MapError for a tensor whose name or shape is more than a shard is read with."""
-    shapes = [(tensor.name, tensor.shape.shape, tensor.where) for tensor in mapped.made]
+    shapes = [(tensor.name, tensor.assembly.shape, tensor.where) for tensor in mapped.made]
     shapes += [(constant.name, constant.kind.shape, constant.where) for constant in mapped.constants]
     shapes += [(number.name, number.kind.shape, number.where) for number in mapped.computed]
     for name, shape, where in shapes:

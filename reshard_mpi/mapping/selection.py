@@ -177,12 +177,12 @@ def states_left_out(
 def all_typed(choice: Selection, tensors: Sequence[DerivedTensor]) -> Iterator[DerivedTensor]:
     """Yield tensors in the types that `--dtype` gives them. Raises MapError for a pattern that decides of none."""
     floats = [tensor for tensor in tensors if tensor.dtype in FLOATS]
-    deciding = {_deciding(choice, tensor.name, tensor.shape.shape) for tensor in floats} if choice.types else set()
+    deciding = {_deciding(choice, tensor.name, tensor.assembly.shape) for tensor in floats} if choice.types else set()
     for number, (glob, dtype) in enumerate(choice.types):
         if glob != ANY and number not in deciding:
             raise _without_effect(choice, glob, dtype, [choice.named(tensor.name) for tensor in floats])
     for tensor in tensors:
-        yield tensor._replace(dtype=type_of(choice, tensor.name, tensor.dtype, tensor.shape.shape))
+        yield tensor._replace(dtype=type_of(choice, tensor.name, tensor.dtype, tensor.assembly.shape))
 
 
 def _without_effect(choice: Selection, glob: str, dtype: DType, floats: Sequence[str]) -> MapError:
@@ -324,7 +324,7 @@ def _of_fill(fill: Fill, tensors: Sequence[DerivedTensor]) -> Iterator[ConstantT
         if values is not None and not is_of_state:
             name = fill.name.filled({capture.name: value for capture, value in zip(beside.captures, values)})
             dtype = fill.dtype or tensor.dtype
-            shape = tensor.shape.shape if fill.shape is None else fill.shape
+            shape = tensor.assembly.shape if fill.shape is None else fill.shape
             yield ConstantTensor(name, TensorType(dtype, shape), fill.element(dtype), fill.where)
 
 

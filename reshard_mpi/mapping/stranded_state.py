@@ -344,11 +344,11 @@ def _is_list(node: Any) -> bool:
 
 def _copied(tensor: DerivedTensor, inventory: Inventory) -> TermTensor | None:
     """Return which of its sources a tensor is as it is; None if it is none."""
-    if len(tensor.shape.pairs) != 1:
+    if len(tensor.assembly.pairs) != 1:
         return None
-    (pair,) = tensor.shape.pairs
+    (pair,) = tensor.assembly.pairs
     whole = Box.whole(inventory[tensor.sources[pair.source]].shape)
-    is_whole = pair.region == pair.to == whole and tensor.shape.shape == whole.shape
+    is_whole = pair.region == pair.to == whole and tensor.assembly.shape == whole.shape
     return pair.source if is_whole and pair.order in (None, tuple(range(len(whole.shape)))) else None
 
 

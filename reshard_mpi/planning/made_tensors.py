@@ -20,7 +20,7 @@ from reshard_mpi.sharding.box import Box, Pieces
 from reshard_mpi.sharding.strides import Move
 
 if TYPE_CHECKING:
-    from reshard_mpi.mapping.box_pairs import TargetShape
+    from reshard_mpi.mapping.box_pairs import Assembly
     from reshard_mpi.mapping.result import MapResult
     from reshard_mpi.quantization.weights import QuantizedWeight, StoredWeight
 
@@ -34,7 +34,7 @@ class _Recipe(NamedTuple):
     """What tensors have in common that are made in the same way, of tensors that lie in the same way."""
 
     dtype: DType
-    shape: TargetShape
+    assembly: Assembly
     groups: tuple[int, ...]  # for each pair, the number of the group that its source tensor is in
     element: bytes | None = None
 
@@ -77,13 +77,13 @@ class MappedTensors(TensorTable):
         self._places: list[Sequence[int]] = []
         self.recipe_of = array("I")
         for tensor in mapped.made:
-            located = [place_of[tensor.sources[pair.source]] for pair in tensor.shape.pairs]
+            located = [place_of[tensor.sources[pair.source]] for pair in tensor.assembly.pairs]
             groups = tuple(number for number, _ in located)
-            recipe = _Recipe(tensor.dtype, tensor.shape, groups)
-            self._add(tensor.name, recipe, (id(tensor.shape), tensor.dtype, groups), [place for _, place in located])
+            recipe = _Recipe(tensor.dtype, tensor.assembly, groups)
+            self._add(tensor.name, recipe, (id(tensor.assembly), tensor.dtype, groups), [place for _, place in located])
         for made_up in mapped.constants:
             dtype, shape = made_up.kind.dtype, made_up.kind.shape
-            recipe = _Recipe(dtype, made_up.shape, (), made_up.element)
+            recipe = _Recipe(dtype, made_up.assembly, (), made_up.element)
             self._add(made_up.name, recipe, (dtype, shape, made_up.element), ())
 
     def _add(self, name: str, recipe: _Recipe, key: tuple[object, ...], places: Sequence[int]) -> None:
@@ -91,7 +91,7 @@ class MappedTensors(TensorTable):
         if number == len(self._recipes):
             self._recipes.append(recipe)
         self.locations[len(self.offsets)] = _NOWHERE
-        self.add(name, self.kind(TensorType(recipe.dtype, recipe.shape.shape)), NOT_CONTIGUOUS)
+        self.add(name, self.kind(TensorType(recipe.dtype, recipe.assembly.shape)), NOT_CONTIGUOUS)
         self.recipe_of.append(number)
         self._places.append(places)
 
@@ -148,7 +148,7 @@ class MappedTensors(TensorTable):
             numbers[self.recipe_of[number]].append(number)
         groups, holes = [], {}
         for recipe, own_names, own_numbers in zip(self._recipes, names, numbers):
-            whole = Box.whole(recipe.shape.shape)
+            whole = Box.whole(recipe.assembly.shape)
             try:
                 routes = tuple(
                     self.routes(ReadGroup(self._rank, whole, whole, self, own_numbers), range(len(own_names)))

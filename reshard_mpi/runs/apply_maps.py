@@ -248,11 +248,11 @@ def origins(outcome: MapsOutcome, accumulated: Accumulated) -> Iterator[tuple[st
     """Yield tensors of the targets with their sources, and tensors that are left out, by name."""
     dtypes = {name: kind.dtype for name, kind in outcome.inventory.items()}
     for tensor in outcome.made:
-        sources = list(dict.fromkeys(tensor.sources[pair.source] for pair in tensor.shape.pairs))
+        sources = list(dict.fromkeys(tensor.sources[pair.source] for pair in tensor.assembly.pairs))
         before = {dtypes[name] for name in sources} - {tensor.dtype}
         types = f", converted from {' and '.join(map(str, before))}" if before else ""
         origin = f"{shortened(sources) or 'made up'}, by {tensor.where}" if tensor.where else "as it is"
-        zeros = f", {sum(box.size for box in tensor.shape.zeros)} zeros" if tensor.shape.zeros else ""
+        zeros = f", {sum(box.size for box in tensor.assembly.zeros)} zeros" if tensor.assembly.zeros else ""
         joins = accumulated is not Accumulated.REFUSE and any(map(is_partial_sum, sources))
         types += f", the {accumulated} of replicas" if joins else ""
         yield tensor.name, f"{origin}{zeros}{types}"
@@ -302,9 +302,9 @@ def ties_undone(tied: Mapping[str, str], made: Sequence[DerivedTensor]) -> Itera
     """
     forms: dict[str, set[tuple[object, ...]]] = {}
     for tensor in made if tied else ():
-        for pair in tensor.shape.pairs:
+        for pair in tensor.assembly.pairs:
             order = pair.order or tuple(range(len(pair.region.shape)))
-            form = (tensor.shape.shape, pair.region, pair.to.shape, order)
+            form = (tensor.assembly.shape, pair.region, pair.to.shape, order)
             forms.setdefault(tensor.sources[pair.source], set()).add(form)
     pairs = [(name, other) for name, other in tied.items() if name in forms and other in forms]
     undone = [f"{name} and {other}" for name, other in pairs if forms[name] != forms[other]]

@@ -197,9 +197,9 @@ def target_warnings(derived: Iterable[DerivedTensor], plan: RankPlan, rules: Seq
             tensor = by_name.get(name)
             if tensor is None:
                 continue
-            key = (id(tensor.shape), box)
+            key = (id(tensor.assembly), box)
             if key not in is_one_sided:
-                parts = [(_kind(tensor.sources[pair.source]), pair.to) for pair in tensor.shape.pairs]
+                parts = [(_kind(tensor.sources[pair.source]), pair.to) for pair in tensor.assembly.pairs]
                 _require_cut_by_ranks(name, parts, box, whole, rules, "target")
                 is_one_sided[key] = _is_one_sided(parts, box)
             if is_one_sided[key]:
@@ -274,7 +274,7 @@ def _parted(derived: Iterable[DerivedTensor]) -> Mapping[str, Parts]:
         name: [
             (_kind(tensor.name), pair.region)
             for tensor in users[name]
-            for pair in tensor.shape.pairs
+            for pair in tensor.assembly.pairs
             if tensor.sources[pair.source] == name
         ]
         for name, of_name in kinds.items()
@@ -373,7 +373,7 @@ def require_known_sums(mapped: MapResult, path: str) -> None:
     One of several target ranks gets a sum, and the others zeros; which tensors are sums is known by their names.
     """
     for tensor in mapped.made:
-        sources = {tensor.sources[pair.source] for pair in tensor.shape.pairs}
+        sources = {tensor.sources[pair.source] for pair in tensor.assembly.pairs}
         if sources and {is_partial_sum(tensor.name)} != set(map(is_partial_sum, sources)):
             raise MapError(
                 f"the map makes {tensor.name!r} of {shortened(sorted(sources))}, and only one side is known as sums",

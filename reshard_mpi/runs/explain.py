@@ -52,7 +52,7 @@ def origin_of(conversion: Conversion, name: str) -> TensorLineage:
     recipe = conversion.mapped.recipe(name)
     if not isinstance(recipe, DerivedTensor):
         return TensorLineage((), recipe.where if recipe is not None else "", ())
-    boxes = tuple((pair.to, recipe.sources[pair.source]) for pair in recipe.shape.pairs)
+    boxes = tuple((pair.to, recipe.sources[pair.source]) for pair in recipe.assembly.pairs)
     return TensorLineage(tuple(dict.fromkeys(source for _, source in boxes)), recipe.where, boxes)
 
 

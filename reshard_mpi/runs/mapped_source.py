@@ -91,8 +91,10 @@ class MappedCheckpoint(SourceCheckpoint):
         if outcome is None:
             return own
         first, *others = (step.mapped.made for step in outcome.steps)
-        shapes = {id(tensor.shape): tensor.shape for tensors in (first, *others, outcome.made) for tensor in tensors}
-        boxes = sum(len(shape.pairs) + len(shape.zeros) for shape in shapes.values())
+        assemblies = {
+            id(tensor.assembly): tensor.assembly for tensors in (first, *others, outcome.made) for tensor in tensors
+        }
+        boxes = sum(len(each.pairs) + len(each.zeros) for each in assemblies.values())
         return own._replace(tensors=max(own.tensors, len(first)) + sum(map(len, others)) + boxes)
 
     def forget(self) -> None:

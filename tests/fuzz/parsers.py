@@ -232,10 +232,10 @@ def map_file(data: bytes) -> None:
     for forward in (True, False):
         with suppress(ReshardError):
             for made in apply_rules.applied(rules, apply_rules.Selection(), inventory, forward).made:
-                whole = Box.whole(made.shape.shape)
-                boxes = [*(pair.to for pair in made.shape.pairs), *made.shape.zeros]
+                whole = Box.whole(made.assembly.shape)
+                boxes = [*(pair.to for pair in made.assembly.pairs), *made.assembly.zeros]
                 assert sum(box.size for box in boxes) == whole.size and all(map(whole.contains, boxes))
-                for pair in made.shape.pairs:
+                for pair in made.assembly.pairs:
                     assert Box.whole(shapes[made.sources[pair.source]]).contains(pair.region)
                     assert pair.region.size == pair.to.size
 

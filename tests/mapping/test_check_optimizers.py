@@ -9,7 +9,7 @@ import pytest
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.tensor_table import TensorType
-from reshard_mpi.mapping.box_pairs import BoxPair, TargetShape, TermTensor
+from reshard_mpi.mapping.box_pairs import Assembly, BoxPair, TermTensor
 from reshard_mpi.mapping.check_optimizers import MadeTensors, require_own_state
 from reshard_mpi.mapping.optimizers import Form, Optimizer
 from reshard_mpi.mapping.result import DerivedTensor
@@ -34,7 +34,7 @@ def made(name: str, *sources: str, turned: bool = False, shape: tuple[int, ...] 
         region = Box.whole(to.shape[::-1] if turned else to.shape)
         pairs.append(BoxPair(TermTensor(place, ()), region, to, (1, 0) if turned else None))
     of = {TermTensor(place, ()): source for place, source in enumerate(sources)}
-    return DerivedTensor(name, FLOAT, TargetShape(shape, tuple(pairs), ()), of, "")
+    return DerivedTensor(name, FLOAT, Assembly(shape, tuple(pairs), ()), of, "")
 
 
 def state_of(parameter: str, key: str, *sources: str, turned: bool = False) -> DerivedTensor:
@@ -47,7 +47,7 @@ def renamed(form: Form, *, turned: bool = False) -> tuple[Optimizer, Made]:
     tensors = [made(f"model.{name}", f"model.{source}", turned=turned) for name, source in zip(new, "ab")]
     tensors += [state_of(name, "exp_avg", source, turned=turned) for name, source in zip(new, old)]
     single = [state_of(name, "step", source) for name, source in zip(new, old)]
-    tensors += [each._replace(shape=made("", "", shape=()).shape) for each in single]
+    tensors += [each._replace(assembly=made("", "", shape=()).assembly) for each in single]
     target = optimizer(Form.FLAT if form is Form.FLAT else Form.NAMES, *new)
     return target, {tensor.name: tensor for tensor in tensors}
 
@@ -99,7 +99,7 @@ def test_state_that_keeps_a_shape_its_parameter_had_is_refused(form: Form) -> No
     parameters = [made("model.x", "model.a"), made("model.y", "model.b")]
     tensors = {tensor.name: tensor for tensor in (*parameters, *states)}
     check(form, optimizer(Form.NAMES, "x", "y"), tensors)
-    flat = made("model.y", "model.b")._replace(shape=TargetShape((2, 8), parameters[1].shape.pairs, ()))
+    flat = made("model.y", "model.b")._replace(assembly=Assembly((2, 8), parameters[1].assembly.pairs, ()))
     with pytest.raises(MapError, match=r"state of model\.y would be arranged in another way"):
         check(form, optimizer(Form.NAMES, "x", "y"), tensors | {flat.name: flat})
 

@@ -33,7 +33,7 @@ def made(text: str, source: Shapes, like: Shapes | None, forward: bool | None = 
 
 
 def shapes_of(mapped: MapResult) -> Shapes:
-    return {tensor.name: tensor.shape.shape for tensor in mapped.made}
+    return {tensor.name: tensor.assembly.shape for tensor in mapped.made}
 
 
 ALTERNATIVES = """
@@ -96,7 +96,7 @@ def test_padding_is_as_long_as_there() -> None:
     text = '[axes]\nv = 5\n[[map]]\neq = "a [v h] <=> b [(v | m) h]"\n'
     forward = made(text, {"a": (5, 3)}, {"b": (8, 3)})
     assert shapes_of(forward) == {"b": (8, 3)}
-    assert [box.size for box in forward.made[0].shape.zeros] == [9]
+    assert [box.size for box in forward.made[0].assembly.zeros] == [9]
     assert shapes_of(made(text, {"b": (8, 3)}, None)) == {"a": (5, 3)}
     with pytest.raises(MapError, match=r"(?s)nothing tells how long 'm' is\n.*--like CHECKPOINT"):
         made(text, {"a": (5, 3)}, None)

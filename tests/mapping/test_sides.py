@@ -42,11 +42,11 @@ def apart(experts: int, router: int, f: int = 2, h: int = 3) -> Shapes:
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 def test_concatenations_beside_other_tensors(e: int, f: int, h: int) -> None:
     source = apart(e, e, f, h)
-    target = {tensor.name: tensor.shape.shape for tensor in mapped(TIED, source).made}
+    target = {tensor.name: tensor.assembly.shape for tensor in mapped(TIED, source).made}
     assert target == {"y.ab": (e, 2 * f, h), "y.c": (e, h, f), "y.r": (e, h)}
     again = mapped(TIED, target)
-    assert {tensor.name: tensor.shape.shape for tensor in again.made} == source
-    assert all(sum(pair.to.size for pair in tensor.shape.pairs) for tensor in again.made)
+    assert {tensor.name: tensor.assembly.shape for tensor in again.made} == source
+    assert all(sum(pair.to.size for pair in tensor.assembly.pairs) for tensor in again.made)
 
 
 @pytest.mark.parametrize("router", [2, 4])
@@ -67,7 +67,7 @@ def test_another_tensor_tells_how_much_is_padding(bias: int) -> None:
     text = '[[map]]\neq = "a [v h], b [v] <=> c [(v | 4) h], d [v]"\n'
     source = {"c": (8, 3), "d": (bias,)}
     if bias in (5, 8):
-        assert {tensor.name: tensor.shape.shape for tensor in mapped(text, source).made} == {
+        assert {tensor.name: tensor.assembly.shape for tensor in mapped(text, source).made} == {
             "a": (bias, 3),
             "b": (bias,),
         }
@@ -78,8 +78,8 @@ def test_another_tensor_tells_how_much_is_padding(bias: int) -> None:
 
 def test_without_a_configuration_shapes_tell_or_it_is_asked_for() -> None:
     text = '[axes]\ng = "groups"\n[[map]]\neq = "x [(g d)] <=> y [d g]"\n'
-    assert mapped(text, {"x": (6,)}, {"groups": 2}).made[0].shape.shape == (3, 2)
-    assert mapped(text, {"y": (3, 2)}).made[0].shape.shape == (6,)
+    assert mapped(text, {"x": (6,)}, {"groups": 2}).made[0].assembly.shape == (3, 2)
+    assert mapped(text, {"y": (3, 2)}).made[0].assembly.shape == (6,)
     with pytest.raises(MapError, match=r"--config FILE\.json"):
         mapped(text, {"x": (6,)})
     with pytest.raises(MapError, match="cannot be computed"):

@@ -238,12 +238,12 @@ def made_of(mapped: MapResult, tensors: dict[str, Array]) -> dict[str, Array]:
     """Make every tensor element by element, and see that each element is made once."""
     made = {}
     for tensor in mapped.made:
-        array = np.full(tensor.shape.shape, -1, dtype=np.int64)
-        for box in tensor.shape.zeros:
+        array = np.full(tensor.assembly.shape, -1, dtype=np.int64)
+        for box in tensor.assembly.zeros:
             place = tuple(map(slice, box.start, box.stop))
             assert (array[place] == -1).all()
             array[place] = 0
-        for pair in tensor.shape.pairs:
+        for pair in tensor.assembly.pairs:
             part = tensors[tensor.sources[pair.source]][tuple(map(slice, pair.region.start, pair.region.stop))]
             if pair.order is not None:
                 part = part.transpose(pair.order)
