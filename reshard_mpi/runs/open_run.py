@@ -17,12 +17,12 @@ from reshard_mpi.journal.run_records import CHOSEN, FILES_BY_DIGEST, RunIdentity
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.rank_choice import Accumulated, Replicas, check_target_rank
 from reshard_mpi.planning.target_tensors import Policy
+from reshard_mpi.runs.check_places import refuse_overlap, refuse_posing, refuse_replacing
 from reshard_mpi.runs.maps_and_packing import apply_map, packing_of, require_target_options
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.process_memory import RunMemory, Workload
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.scheduling import are_even, assign, target_weights
-from reshard_mpi.runs.target_places import refuse_overlap, refuse_posing, refuse_replacing
 from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy import Strategy

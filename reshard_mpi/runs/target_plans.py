@@ -24,14 +24,7 @@ from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.source_flaws import between_targets, named, warnings_of
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.open_run import Run, open_run
-from reshard_mpi.runs.outcome import Outcome, TargetReport, attempt, merge, record_of
-from reshard_mpi.runs.plan_conversion import Conversion
-from reshard_mpi.runs.process_memory import MAX_KEPT_PLANS, MAX_KEPT_PLANS_BYTES, RunMemory
-from reshard_mpi.runs.progress import Progress, ProgressStage
-from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.scheduling import divide, target_weights
-from reshard_mpi.runs.target_places import (
+from reshard_mpi.runs.check_places import (
     SpaceEstimate,
     SpaceNeed,
     lying_beside,
@@ -41,6 +34,13 @@ from reshard_mpi.runs.target_places import (
     require_short_names,
     stranger_notes,
 )
+from reshard_mpi.runs.open_run import Run, open_run
+from reshard_mpi.runs.outcome import Outcome, TargetReport, attempt, merge, record_of
+from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.process_memory import MAX_KEPT_PLANS, MAX_KEPT_PLANS_BYTES, RunMemory
+from reshard_mpi.runs.progress import Progress, ProgressStage
+from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.scheduling import divide, target_weights
 
 if TYPE_CHECKING:
     from reshard_mpi.planning.comparison_choice import ReplicaGroup

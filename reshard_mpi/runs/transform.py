@@ -36,12 +36,12 @@ from reshard_mpi.planning.shared_facts import (
 from reshard_mpi.planning.source_flaws import UnusableShard, difference_messages
 from reshard_mpi.planning.strategy_check import NO_DRIFT, Drift, drift_warning, require_no_drift
 from reshard_mpi.processes.comm import Comm
+from reshard_mpi.runs.check_places import require_room
 from reshard_mpi.runs.outcome import Outcome, attempt, raise_first_failure, record_of, together
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.process_memory import RunMemory, Workload
 from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, ProgressStage, SliceCounter
 from reshard_mpi.runs.request import Request, Strategies
-from reshard_mpi.runs.target_places import require_room
 from reshard_mpi.runs.target_plans import PlanReport, TargetPlans
 from reshard_mpi.runs.write_targets import write_targets
 

@@ -24,8 +24,8 @@ from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.formats import ckpt
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.journal.publication import stale_bytes
-from reshard_mpi.runs import target_places, target_plans
-from reshard_mpi.runs.target_places import SpaceEstimate, SpaceNeed, require_room
+from reshard_mpi.runs import check_places, target_plans
+from reshard_mpi.runs.check_places import SpaceEstimate, SpaceNeed, require_room
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents, spec_of
 
 # Stands in for what file systems say is free.
@@ -44,7 +44,7 @@ os.statvfs = statvfs
 
 
 def say_free(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
-    monkeypatch.setattr(target_places, "_free_bytes", lambda mount: free_bytes)
+    monkeypatch.setattr(check_places, "_free_bytes", lambda mount: free_bytes)
 
 
 def free(folder: Path, free_bytes: int) -> dict[str, str]:
@@ -193,7 +193,7 @@ def test_blocks_that_may_be_shared_need_no_room(
 ) -> None:
     c = make(tmp_path, kind)
     say_free(monkeypatch, 0)
-    monkeypatch.setattr(target_places, "_can_share", lambda source, target: shares)
+    monkeypatch.setattr(check_places, "_can_share", lambda source, target: shares)
     assert c.run().code == code
     one = partial(
         reshard_mpi.transform_checkpoint_by_rank,
@@ -233,9 +233,9 @@ def sharing(tmp_path: Path) -> Iterator[Path]:
 def test_whether_blocks_may_be_shared(sharing: Path, tmp_path: Path) -> None:
     for folder in (sharing, tmp_path):
         (folder / "file").write_bytes(bytes(8192))
-    assert target_places._can_share(sharing / "file", sharing / "new" / "rank_0" / "file")
-    assert not target_places._can_share(tmp_path / "file", sharing / "new")
-    assert not target_places._can_share(sharing / "file", Path("/proc/new"))
+    assert check_places._can_share(sharing / "file", sharing / "new" / "rank_0" / "file")
+    assert not check_places._can_share(tmp_path / "file", sharing / "new")
+    assert not check_places._can_share(sharing / "file", Path("/proc/new"))
     assert set(listing(sharing)) == {"file"}
 
 

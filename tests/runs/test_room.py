@@ -23,7 +23,7 @@ from reshard_mpi import formats
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file, seal_file
-from reshard_mpi.runs import target_places
+from reshard_mpi.runs import check_places
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing import example_contents, sample_tensors
 
@@ -130,7 +130,7 @@ def test_a_run_takes_what_it_asks_for(
     conversion, report = many(tmp_path, "ckpt"), tmp_path / "report.json"
     arguments = conversion.arguments("transform", "--to", kind, *options, "--report", str(report))
     with monkeypatch.context() as patch:
-        patch.setattr(target_places, "_free_bytes", lambda mount: 0)
+        patch.setattr(check_places, "_free_bytes", lambda mount: 0)
         refused = run_here(*arguments)
         needed = re.search(r"\((\d+) bytes\) free for", refused.err)
         assert refused.code == 3 and needed is not None, refused
