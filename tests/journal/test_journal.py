@@ -672,7 +672,7 @@ def test_a_target_that_a_live_process_writes_is_refused_by_name(
     path = tmp_path / "rank_0" / "net.ckpt"
     for resume, overwrite in ((False, False), (True, False), (False, True)):
         state = Journal(tmp_path, RunIdentity({"source": "here"}), resume=resume, overwrite=overwrite)
-        for call in (partial(state.is_done, 0, path), partial(write, state, path)):
+        for call in (partial(state.require_free_or_done, 0, path), partial(write, state, path)):
             assert refused(call).problem == "target rank 0 is being written by another process"
         assert not state.require_free_or_done(1, tmp_path / "rank_1" / "net.ckpt")
     (half,) = (tmp_path / "rank_0").iterdir()

@@ -64,7 +64,7 @@ def test_stages_that_cut_a_parameter_differently_write_it_once(tmp_path: Path) -
     write_shards(whole, {"w": TENSORS["w"]}, tmp_path, "ckpt")
     rows, columns = Placement((2,), ((0,), ()), stages=(0,)), Placement((2,), ((), (0,)), stages=(1,))
     checkpoint = open_source(find_shards(str(tmp_path)), strategy_of(whole))
-    conversion = Conversion(checkpoint, Strategy(4, 2, {"w": (rows, columns)}), once=True)
+    conversion = Conversion(checkpoint, Strategy(4, 2, {"w": (rows, columns)}), is_one_checkpoint=True)
     plans = [conversion.plan(rank) for rank in range(4)]
     assert [list(plan.tensors.specs.names) for plan in plans] == [["w"], ["w"], [], []]
     assert [plan.shard.written_by_others for plan in plans] == [(), (), ("w",), ("w",)]
