@@ -13,7 +13,6 @@ from reshard_mpi.mapping.box_pairs import Assembly, TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory, UnfitMapError, shown, told_direction
 from reshard_mpi.mapping.follow_parameters import followed
 from reshard_mpi.mapping.matching import Match, matches, usual_notes
-from reshard_mpi.mapping.numbered_state import STATE
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY
 from reshard_mpi.mapping.result import (
     Computed,
@@ -48,13 +47,13 @@ from reshard_mpi.mapping.stranded_state import (
     keeps_its_name,
     require_none_as_parameter,
     require_none_stranded,
+    states_as_parameters,
 )
 from reshard_mpi.mapping.tensor_kinds import (
     is_named_as_state,
     is_named_like_state,
     is_state,
     owners,
-    parted_anywhere,
 )
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import named_after
@@ -226,7 +225,8 @@ def _taken(
     direction = told_direction(rules, inventory, forward, shapes)
     states_apart = {name: kind for name, kind in inventory.items() if not is_state(name, rules, inventory, direction)}
     taken = list(matches(rules, states_apart, direction, shapes))
-    no_parameters = _of_optimizers(taken, inventory) | _beside(taken, choice.beside)
+    no_parameters = _settings_of_optimizers(taken, inventory) | _beside(taken, choice.beside, direction)
+    no_parameters |= states_as_parameters(taken, inventory)
     if no_parameters:
         states_apart = {name: kind for name, kind in states_apart.items() if name not in no_parameters}
         taken = list(matches(rules, states_apart, direction, shapes))
@@ -246,32 +246,29 @@ def _taken(
     return _Matched(direction, taken, states, tuple(left), entries, scalars)
 
 
-def _of_optimizers(taken: Iterable[Match], inventory: Inventory) -> frozenset[str]:
-    """Return the tensors of torch's optimizers that equations of parameters take, as `{p*}` stands for any name.
+def _settings_of_optimizers(taken: Iterable[Match], inventory: Inventory) -> frozenset[str]:
+    """Return the settings of torch's optimizers that equations of parameters take, as `{p*}` stands for any name.
 
-    State follows the parameter, and settings stay with their group: both belong to the optimizer's dictionary, whatever
-    its key. Names tell it here: settings lie beside the state, and other state has the names of parameters that the
-    same equation takes.
+    They stay with their group, which lies beside the state, whatever the key of the optimizer.
     """
     rule_of = {name: id(match.rule) for match in taken for name in match.names}
     paths = {f".{name}".partition(f".{GROUPS}.")[0] for name in inventory if GROUPS in name.split(".")}
     beside = tuple(f"{path}.{STATE_KEY}." for path in paths)
     settings = {name for name in rule_of if GROUPS in name.split(".") or f".{name}".startswith(beside)}
     of_parameters = {rule for name, rule in rule_of.items() if name not in settings}
-    own = {name for name in settings if rule_of[name] in of_parameters}
-    for name, rule in rule_of.items():
-        parted = parted_anywhere(name, inventory) if f".{STATE_KEY}." in f".{name}" else None
-        is_state = parted is not None and (name.startswith(STATE) or parted[1].are_of_torch)
-        if is_state and parted is not None and rule_of.get(parted[0]) == rule:
-            own.add(name)
-    return frozenset(own)
+    return frozenset(name for name in settings if rule_of[name] in of_parameters)
 
 
-def _beside(taken: Iterable[Match], beside: Collection[str]) -> frozenset[str]:
-    """Return the tensors beside a model that equations take which take the model's too."""
-    rule_of = {name: id(match.rule) for match in taken for name in match.names}
-    of_model = {rule for name, rule in rule_of.items() if name not in beside}
-    return frozenset(name for name in beside if rule_of.get(name) in of_model)
+def _beside(taken: Iterable[Match], beside: Collection[str], direction: Direction) -> frozenset[str]:
+    """Return the tensors beside a model that equations take which take the model's too, or do not say their key."""
+    match_of = {name: match for match in taken for name in match.names}
+    of_model = {id(match.rule) for name, match in match_of.items() if name not in beside}
+    held = ((name, match_of[name].rule) for name in beside if name in match_of)
+    return frozenset(
+        name
+        for name, rule in held
+        if id(rule) in of_model or any(term.name.text.startswith("{") for term in direction.sides(rule)[0])
+    )
 
 
 def _tensors(

@@ -25,7 +25,9 @@ from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Form, Optimizer
 from reshard_mpi.mapping.result import DerivedTensor, MapResult
 from reshard_mpi.mapping.tensor_kinds import (
     STATE_WORDS,
+    NameAffixes,
     ends_of,
+    has_shape_of,
     is_behind_parameter,
     is_named_like_state,
     may_be_state,
@@ -165,35 +167,59 @@ def copies_that_stay(kept: Iterable[str], taken: Iterable[Match], inventory: Inv
         )
 
 
-def require_none_as_parameter(taken: Sequence[Match], chosen: Container[str], inventory: Inventory) -> None:
-    """Raise MapError for state that an equation of parameters takes, `{p*} <=> net.{p*}`, and arranges otherwise.
+def states_as_parameters(taken: Sequence[Match], inventory: Inventory) -> frozenset[str]:
+    """Return state that equations of parameters take, as `{p*}` stands for any name, and whose parameters are taken.
+
+    It follows its parameter, whatever else its name fits: its name is the parameter's new one between the same words.
+    """
+    shapes = {name: kind.shape for name, kind in inventory.items()}
+    match_of = {name: match for match in taken for name in match.names}
+    return frozenset(
+        name
+        for name, (owner, affixes) in _as_parameters(match_of, inventory)
+        if owner in match_of and (has_shape_of(name, owner, shapes) or affixes.is_of_optimizer)
+    )
+
+
+def _as_parameters(
+    match_of: Mapping[str, Match], inventory: Inventory
+) -> Iterator[tuple[str, tuple[str, NameAffixes]]]:
+    """Yield the state that equations of parameters take, each with its parameter and the words around its name.
+
+    Equations that take a tensor of another name than state has, or have no word for state themselves, are of
+    parameters.
 
     Args:
-        taken: what equations take; those that take a tensor of another name than state has, or themselves have no
-            word for state, are of parameters.
+        match_of: what equations take, by name.
+    """
+    states = {name: match for name, match in match_of.items() if is_named_like_state(name)}
+    of_parameters = {id(each.rule) for name, each in match_of.items() if name not in states or not _names_state(each)}
+    with_own = with_state(inventory) if states else frozenset()
+    for name, match in states.items():
+        if id(match.rule) in of_parameters and name not in with_own:
+            parted = parted_anywhere(name, inventory)
+            if parted is not None:
+                yield name, parted
+
+
+def require_none_as_parameter(taken: Sequence[Match], chosen: Container[str], inventory: Inventory) -> None:
+    """Raise MapError for state that an equation of parameters takes, `{p*} <=> net.{p*}`, while its parameter stays.
+
+    Args:
+        taken: what equations take.
         chosen: the names of the target's tensors that are not left out.
     """
     match_of = {name: match for match in taken for name in match.names}
-    states = {name: match for name, match in match_of.items() if is_named_like_state(name)}
-    of_parameters = {id(each.rule) for name, each in match_of.items() if name not in states or not _names_state(each)}
     shapes = {name: kind.shape for name, kind in inventory.items()}
-    with_own = with_state(shapes) if states else frozenset()
-    for name, match in states.items():
-        if id(match.rule) not in of_parameters:
+    for name, (owner, _) in _as_parameters(match_of, inventory):
+        match = match_of[name]
+        if owner in match_of or shapes[name] != shapes[owner] or prod(shapes[name]) == 1:
             continue
-        parted = None if name in with_own else parted_anywhere(name, inventory)
-        own = None if parted is None else match_of.get(parted[0])
-        if parted is None or (own is not None and own.rule is match.rule) or shapes[name] != shapes[parted[0]]:
-            continue
-        if own is None:
-            are_alike, way = is_copied(match, shapes) and [*match.targets.values()] == [name], "and stay as it is"
-        else:
-            are_alike = own.geometry == match.geometry or (is_copied(own, shapes) and is_copied(match, shapes))
-            way = f"as {own.rule.where} says"
-        if prod(shapes[name]) > 1 and not are_alike and any(target in chosen for target in match.targets.values()):
+        stays = is_copied(match, shapes) and [*match.targets.values()] == [name]
+        if not stays and any(target in chosen for target in match.targets.values()):
             raise MapError(
-                f"an equation takes state of {parted[0]} for a parameter, and does not arrange it as that is",
-                expected=f"the state of {parted[0]} to follow it, {way}",
+                f"an equation takes state of {owner} for a parameter, and does not arrange it as that is",
+                expected=f"the state of {owner} to follow it, and stay as it is",
                 got=f"{name}, which becomes {', '.join(match.targets.values())}",
                 where=match.rule.where,
                 remedy="write the equation for names of the model alone, or one for such state before it, or leave the"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -554,27 +553,53 @@ def test_state_that_has_the_shape_of_a_square_parameter_by_chance_does_not_follo
 
 @pytest.mark.parametrize("state", few(1, ["optim.state.{}.exp_avg", "optimizer.state.{}.exp_avg", "exp_avg.{}"]))
 def test_a_catch_all_does_not_take_state_for_a_parameter(tmp_path: Path, state: str) -> None:
-    """In a file without a nest: the weight is turned, and its moment was renamed alone."""
+    """In a file without a nest: the weight is turned or renamed, and its moment follows it."""
     tensors: Tensors = {"model.0.w": floats(2, 2), "model.0.b": floats(2)}
     states = {state.format(name): floats(*array.shape, first=9) for name, array in tensors.items()}
     source = source_of(tmp_path, tensors | states)
     catch_all = "[[map]]\neq = '{p*} <=> net.{p*}'\n"
 
-    def made(text: str, **options: Any) -> Tensors:
-        map_path = map_of(tmp_path, text)
-        reshard_mpi.transform(source, tmp_path / "dst", map=map_path, forward=True, overwrite=True, **options)
-        return held(tmp_path / "dst")
+    def assert_made(text: str, expected: Tensors) -> None:
+        reshard_mpi.transform(source, tmp_path / "dst", map=map_of(tmp_path, text), forward=True, overwrite=True)
+        assert_held(tmp_path / "dst", expected)
 
+    weight, moment = tensors["model.0.w"], states[state.format("model.0.w")]
+    others = {"net.model.0.b": tensors["model.0.b"], state.format("net.model.0.b"): states[state.format("model.0.b")]}
     turned = "[[map]]\neq = 'model.{p*}.w [o i] <=> net.{p*}.kernel [i o]'\n"
-    moment = state.format("model.0.w")
-    with pytest.raises(MapError, match=r"takes state of model\.0\.w for a parameter") as refused:
-        made(turned + catch_all)
-    (glob,) = re.findall(r"--exclude '(.*?)'", str(refused.value))
-    assert f"net.{moment}" == glob and glob not in made(turned + catch_all, exclude=glob)
-    both = turned + f"[[map]]\neq = '{moment} [o i] <=> net.{moment} [i o]'\n" + catch_all
-    assert np.array_equal(made(both)[f"net.{moment}"], states[moment].T)
+    expected = {"net.0.kernel": weight.T, state.format("net.0.kernel"): moment.T}
+    assert_made(turned + catch_all, others | expected)
     renamed = "[[map]]\neq = 'model.{p*}.w <=> net.{p*}.kernel'\n"
-    assert np.array_equal(made(renamed + catch_all)[f"net.{moment}"], states[moment])
+    expected = {"net.0.kernel": weight, state.format("net.0.kernel"): moment}
+    assert_made(renamed + catch_all, others | expected)
+    of_state = f"[[map]]\neq = '{state.format('model.0.w')} [o i] <=> net.of_state [i o]'\n"  # an equation says it
+    expected = {"net.0.kernel": weight, "net.of_state": moment.T}
+    assert_made(renamed + of_state + catch_all, others | expected)
+
+
+@pytest.mark.parametrize("state", ["moments.{}", "{}.exp_avg", "ema.{}", "optim.state.{}.exp_avg"])
+@pytest.mark.parametrize(
+    ("text", "new_names"),
+    [
+        ("a.w <=> a.v; {p*} <=> {p*}", {"a.w": "a.v", "b.w": "b.w"}),
+        ("a.{p*} <=> x.{p*}; {p*}.w <=> {p*}.u", {"a.w": "x.w", "b.w": "b.u"}),
+        ("{p*}.w <=> {p*}.u; b.{p*} <=> y.{p*}; b.n <=> n", {"a.w": "a.u", "b.w": "b.u", "b.n": "y.n"}),
+        ("{p*} <=> net.{p*}", {"a.w": "net.a.w", "b.w": "net.b.w"}),
+    ],
+)
+def test_state_follows_its_parameter_whatever_else_its_name_fits(
+    tmp_path: Path, state: str, text: str, new_names: dict[str, str]
+) -> None:
+    tensors = {name: floats(2, 3, first=10 * number) for number, name in enumerate(new_names)}
+    states = {state.format(name): array + 100 for name, array in tensors.items()}
+    entries = "".join(
+        f"[[map]]\neq = '{equation}'\n" + "optional = true\n" * (equation == "b.n <=> n")
+        for equation in text.split("; ")
+    )
+    reshard_mpi.transform(
+        source_of(tmp_path, tensors | states), tmp_path / "dst", map=map_of(tmp_path, entries), forward=True
+    )
+    expected = {new: tensors[name] for name, new in new_names.items()}
+    assert_held(tmp_path / "dst", expected | {state.format(new): expected[new] + 100 for new in expected})
 
 
 @pytest.mark.parametrize("state", ["adam_m.{}", "optim.adam_m.{}", "exp_avg.{}"])

@@ -113,6 +113,31 @@ def test_a_refusal_is_no_reason_to_take_other_names(tmp_path: Path) -> None:
     assert {"model.qk.w", "model.net.n.w"} <= held(converted(tmp_path, source, map=fusing, forward=True)).keys()
 
 
+@pytest.mark.parametrize("has_state", [False, True])
+def test_what_lies_beside_the_model_is_taken_by_its_key_alone(tmp_path: Path, *, has_state: bool) -> None:
+    """Also where equations before a catch-all, or for other models, leave it nothing of the model."""
+    weights = {name: np.full((2, 3), value, np.float32) for value, name in enumerate(("a.w", "b.w"))}
+    source: dict[str, Any] = {
+        "model": {name: tensor(array) for name, array in weights.items()},
+        "ema": {"a.gamma": tensor(np.full((2, 3), 7, np.float32))},
+        "rng_state": tensor(np.arange(5, dtype=np.float32)),
+    }
+    state = {name: {"exp_avg": tensor(array + 10)} for name, array in weights.items() if has_state}
+    source["optimizer"] = {"state": state, "param_groups": [{"lr": 0.1, "params": list(weights)}]}
+    renamed = "".join(f'[[map]]\neq = "{name}.w <=> {name}.v"\n' for name in "ab")
+    others = {
+        "catch_all": '[[map]]\neq = "{p*} <=> net.{p*}"\noptional = true\n',
+        "turned": '[[map]]\neq = "{p*}.gamma [x y] <=> {p*}.weight [y x]"\noptional = true\n',
+        "said": '[[map]]\neq = "ema.{p*} <=> avg.{p*}"\n',
+    }
+    for name, entry in others.items():
+        path = tmp_path / f"{name}.toml"
+        path.write_text(renamed + entry)
+        made = held(converted(tmp_path, source, map=path, forward=True, overwrite=True)).keys()
+        expected = {"model.a.v", "model.b.v", "rng_state", "avg.a.gamma" if name == "said" else "ema.a.gamma"}
+        assert made == expected | {f"optimizer.state.{own}.v.exp_avg" for own in "ab" if has_state}
+
+
 def test_the_map_that_is_a_part_of_a_training_by_numbers_stays_so(tmp_path: Path) -> None:
     """Numbers go by the order of names in the file, below which a map begins only with `like`."""
     numbered = training()
