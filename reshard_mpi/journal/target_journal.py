@@ -318,7 +318,7 @@ class Journal:
             require_own_index(self.folder, self.identity, self._is_begun)
 
     def _require_still_own(self, state: Folder, target_rank: int, path: Path) -> None:
-        """Raise TargetError, without --overwrite, if somebody has saved a file in a target's place since it was free."""
+        """Raise TargetError, without --overwrite, if somebody has saved a file in a target's place since then."""
         if not self._overwrite and is_taken(path):
             require_own_target(state, self.folder, target_rank, path)
 
