@@ -16,8 +16,11 @@ from support.examples import few
 
 import reshard_mpi
 from reshard_mpi import MapError, TargetError, UsageError
+from reshard_mpi.formats import structure
+from reshard_mpi.mapping import box_pairs, matching
 from reshard_mpi.mapping.axis_sizes import ExpressionProblem, evaluated
 from reshard_mpi.mapping.map_file import parse_rules
+from reshard_mpi.runs import target_plans
 
 TENSORS = {
     "a.0.q": np.arange(24, dtype=np.float32).reshape(6, 4),
@@ -248,9 +251,12 @@ def test_what_would_take_too_many_boxes(tmp_path: Path, equation: str, shape: tu
 
 
 @pytest.mark.slow
-def test_equations_that_take_too_many_boxes_together(tmp_path: Path) -> None:
-    """One of 40,000 boxes may be; two of different shapes may not."""
-    tensors = {f"a{at}": np.zeros((20_000 + at) * 2, np.int8) for at in range(4)}
+def test_equations_that_take_too_many_boxes_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where 4096 may be, one equation of 2,500 may be; two of different shapes may not. Any number takes its time."""
+    assert matching.MAX_PAIRS == box_pairs.MAX_PAIRS
+    for module in (matching, box_pairs):
+        monkeypatch.setattr(module, "MAX_PAIRS", 4096)
+    tensors = {f"a{at}": np.zeros((1_250 + at) * 2, np.int8) for at in range(4)}
     equations = [f"[[map]]\neq = 'a{at} [(b 2)] <=> x{at} [(2 b)]'" for at in range(4)]
     (tmp_path / "map.toml").write_text(equations[0])
     reshard_mpi.plan(checkpoint(tmp_path, tensors), map=tmp_path / "map.toml")
@@ -303,10 +309,12 @@ def test_what_a_shard_can_just_hold(tmp_path: Path, to: str) -> None:
 
 
 @pytest.mark.slow
-def test_names_that_could_not_be_read_again(tmp_path: Path) -> None:
-    """17,000 names of 3,000 bytes take more memory than a reader gives a shard's names."""
+def test_names_that_could_not_be_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """850 names of 3,000 bytes take more memory than a twentieth of what a reader gives a shard's names."""
+    assert target_plans.MAX_KEPT_BYTES == structure.MAX_KEPT_BYTES
+    monkeypatch.setattr(target_plans, "MAX_KEPT_BYTES", structure.MAX_KEPT_BYTES // 20)
     (tmp_path / "map.toml").write_text(f"[[map]]\neq = 'w [e f] <=> {{e}}.{'w' * 3000} [f]'")
-    source = checkpoint(tmp_path, {"w": np.zeros((17_000, 1), np.int8)})
+    source = checkpoint(tmp_path, {"w": np.zeros((850, 1), np.int8)})
     with pytest.raises(TargetError, match="more than it could be read with again"):
         reshard_mpi.transform(source, tmp_path / "dst", map=tmp_path / "map.toml")
     assert not (tmp_path / "dst").exists()
