@@ -51,9 +51,19 @@ def numbered(count: int) -> Callable[[Path], None]:
 
 
 def many_members(path: Path) -> None:
+    """Write an archive of empty members: an entry of each, in the list at its end."""
+    count, name = MAX_TENSORS + 2000, b"net/data/%08d"
     with zipfile.ZipFile(path, "w") as made:
-        for at in range(MAX_TENSORS + 2000):
-            made.writestr(f"net/data/{at}", b"")
+        made.writestr((name % 0).decode(), b"")
+    content = path.read_bytes()
+    start = content.index(b"PK\1\2")  # of the list, after the member; all have the same place
+    end = content.index(b"PK\5\6")
+    entry, rest = content[start:end].split(name % 0)
+    entries = b"".join(entry + name % at + rest for at in range(count))
+    last = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, len(entries), start)
+    last += struct.pack("<IIQI", 0x07064B50, 0, start + len(entries), 1)  # where that is, of more than 65,535 entries
+    last += struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, 0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0)
+    path.write_bytes(content[:start] + entries + last)
 
 
 def doubled(path: Path) -> None:
