@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Mapping
 
@@ -84,25 +85,36 @@ def needed_holders(
     for name, (source, wanted) in layouts.items():
         if not rank_holds(wanted, target):
             continue
-        numbers = np.arange(np.prod(shapes[name], dtype=int)).reshape(shapes[name])
-        holders = np.zeros((numbers.size, sources), bool)
-        for rank in range(sources):
-            if rank_holds(source, rank):
-                holders[slice_for_rank(numbers, source, rank).ravel(), rank] = True
-        needed = np.unique(holders[slice_for_rank(numbers, wanted, target).ravel()], axis=0)
-        every_set.update(frozenset(np.flatnonzero(row).tolist()) for row in needed)
+        kind_of, kinds = _kinds_of_elements(source, shapes[name], sources)
+        needed = np.unique(slice_for_rank(kind_of, wanted, target))
+        every_set.update(kinds[number] for number in needed)
     return every_set
+
+
+@functools.lru_cache(maxsize=64)
+def _kinds_of_elements(
+    layout: RawLayout, shape: tuple[int, ...], ranks: int
+) -> tuple[np.ndarray, tuple[frozenset[int], ...]]:
+    """Return for each element of a tensor which of the sets of ranks hold it, and these sets."""
+    numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    holders = np.zeros((numbers.size, ranks), bool)
+    for rank in range(ranks):
+        if rank_holds(layout, rank):
+            holders[slice_for_rank(numbers, layout, rank).ravel(), rank] = True
+    kinds, kind_of = np.unique(holders, axis=0, return_inverse=True)
+    return kind_of.reshape(shape), tuple(frozenset(np.flatnonzero(row).tolist()) for row in kinds)
 
 
 def fewest(holders: Iterable[frozenset[int]]) -> int:
     """Return how many ranks it takes at least to have one of each of the sets `holders`, by trying all."""
     least = [ranks for ranks in set(holders) if not any(other < ranks for other in holders)]
-    everyone = sorted(set().union(*least))
+    everyone = set().union(*least)
+    sets = [sum(1 << rank for rank in ranks) for ranks in least]
     return next(
         count
         for count in range(len(everyone) + 1)
-        for chosen in itertools.combinations(everyone, count)
-        if not any(ranks.isdisjoint(chosen) for ranks in least)
+        for chosen in map(sum, itertools.combinations([1 << rank for rank in everyone], count))
+        if all(map(chosen.__and__, sets))
     )
 
 
