@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import Case, cases
 from support.checkpoints import ENDINGS, as_read, expected_rank, read_shard, write_shards, write_strategy
+from support.examples import many
 from support.in_memory import Described, check_every_element, entry, manifest, manifests_of, needed_holders, strategy_of
 
 import reshard_mpi
@@ -52,7 +53,7 @@ def planned(conversion: Conversion, rank: int) -> RankPlan | str:
         return str(error)
 
 
-@settings(max_examples=30)
+@many(18)
 @given(cases(empty=False), st.data())
 def test_every_target_is_planned_if_and_only_if_all_it_needs_is_left(case: Case, data: st.DataObject) -> None:
     fates = data.draw(st.lists(FATES, min_size=case.src.world_size, max_size=case.src.world_size))

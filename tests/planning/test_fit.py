@@ -11,11 +11,11 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from support.checkpoints import as_read, read_shard, write_ranks, write_shard
 from support.command_line import CommandLine, done, run_apart, run_here
 from support.conversions import listing
-from support.examples import few, one_at_a_time
+from support.examples import few, many, one_at_a_time
 from support.launch import MPI, by_one_mpi
 from support.wrong_specs import Rule, Slip, Spec, contradictions, outcome, slips
 
@@ -817,7 +817,7 @@ def test_places_are_runs_of_the_tensor(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@many(36)
 @given(slip=slips())
 def test_a_slip_is_refused_or_makes_no_difference(slip: Slip) -> None:
     """Wrong bytes are met with exit code 0 only where no two shards contradict the spec, whatever is compared."""

@@ -10,6 +10,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from support.cases import WORLD_SIZES, Case, cases
 from support.checkpoints import ENDINGS, as_read, expected_rank, read_shard, write_shards, write_strategy
+from support.examples import many
 
 import reshard_mpi
 from reshard_mpi.errors import LayoutError
@@ -59,7 +60,7 @@ def test_agrees_with_oracle_and_comes_back(
             assert written == as_read(expected_rank(case.src, case.tensors, rank))
 
 
-@settings(max_examples=15)
+@many(9)
 @given(case=cases(unlisted=False, empty=False), kind=KINDS)
 def test_listed_ranks_are_the_ranks_read(case: Case, kind: str) -> None:
     with tempfile.TemporaryDirectory() as name:
