@@ -25,7 +25,6 @@ from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Form, Optimizer
 from reshard_mpi.mapping.result import DerivedTensor, MapResult
 from reshard_mpi.mapping.tensor_kinds import (
     STATE_WORDS,
-    NameAffixes,
     ends_of,
     has_shape_of,
     is_behind_parameter,
@@ -174,17 +173,17 @@ def states_as_parameters(taken: Sequence[Match], inventory: Inventory) -> frozen
     """
     shapes = {name: kind.shape for name, kind in inventory.items()}
     match_of = {name: match for match in taken for name in match.names}
+    held = ((name, parted_anywhere(name, inventory)) for name in _as_parameters(match_of, inventory))
+    of_owners = ((name, *parted) for name, parted in held if parted is not None)
     return frozenset(
         name
-        for name, (owner, affixes) in _as_parameters(match_of, inventory)
+        for name, owner, affixes in of_owners
         if owner in match_of and (has_shape_of(name, owner, shapes) or affixes.is_of_optimizer)
     )
 
 
-def _as_parameters(
-    match_of: Mapping[str, Match], inventory: Inventory
-) -> Iterator[tuple[str, tuple[str, NameAffixes]]]:
-    """Yield the state that equations of parameters take, each with its parameter and the words around its name.
+def _as_parameters(match_of: Mapping[str, Match], inventory: Inventory) -> list[str]:
+    """Return the names of state that equations of parameters take.
 
     Equations that take a tensor of another name than state has, or have no word for state themselves, are of
     parameters.
@@ -195,15 +194,13 @@ def _as_parameters(
     states = {name: match for name, match in match_of.items() if is_named_like_state(name)}
     of_parameters = {id(each.rule) for name, each in match_of.items() if name not in states or not _names_state(each)}
     with_own = with_state(inventory) if states else frozenset()
-    for name, match in states.items():
-        if id(match.rule) in of_parameters and name not in with_own:
-            parted = parted_anywhere(name, inventory)
-            if parted is not None:
-                yield name, parted
+    return [name for name, match in states.items() if id(match.rule) in of_parameters and name not in with_own]
 
 
 def require_none_as_parameter(taken: Sequence[Match], chosen: Container[str], inventory: Inventory) -> None:
-    """Raise MapError for state that an equation of parameters takes, `{p*} <=> net.{p*}`, while its parameter stays.
+    """Raise MapError for state that an equation of parameters takes, `{p*} <=> net.{p*}`, apart from its parameter.
+
+    The parameter stays; or it is taken by another equation, and the state has only a part of its name.
 
     Args:
         taken: what equations take.
@@ -211,20 +208,50 @@ def require_none_as_parameter(taken: Sequence[Match], chosen: Container[str], in
     """
     match_of = {name: match for match in taken for name in match.names}
     shapes = {name: kind.shape for name, kind in inventory.items()}
-    for name, (owner, _) in _as_parameters(match_of, inventory):
-        match = match_of[name]
-        if owner in match_of or shapes[name] != shapes[owner] or prod(shapes[name]) == 1:
-            continue
-        stays = is_copied(match, shapes) and [*match.targets.values()] == [name]
-        if not stays and any(target in chosen for target in match.targets.values()):
-            raise MapError(
-                f"an equation takes state of {owner} for a parameter, and does not arrange it as that is",
-                expected=f"the state of {owner} to follow it, and stay as it is",
-                got=f"{name}, which becomes {', '.join(match.targets.values())}",
-                where=match.rule.where,
-                remedy="write the equation for names of the model alone, or one for such state before it, or leave the"
-                f" state out (--exclude '{min(match.targets.values())}')",
-            )
+    names = (name for name in _as_parameters(match_of, inventory) if prod(shapes[name]) > 1)
+    states = [name for name in names if any(target in chosen for target in match_of[name].targets.values())]
+    if not states:
+        return
+    parameters = _byends_of_names(match for match in taken if not _is_left(match, shapes))
+    others = [name for name in inventory if not is_named_like_state(name)]
+    ends = frozenset(end for name in others if name not in match_of for end in (name, *ends_of(name)))
+    for name in states:
+        own, parted = match_of[name], parted_anywhere(name, inventory)
+        if parted is None:
+            for parameter, match, _, _ in _named_in_part(name, parameters, ends, others):
+                is_another = match.rule is not own.rule and shapes[parameter] == shapes[name]
+                if is_another and not _go_along(name, own, parameter, match, shapes):
+                    raise _taken_apart(name, own, parameter, f"as {match.rule.where} says")
+        elif parted[0] not in match_of and shapes[parted[0]] == shapes[name]:
+            if not is_copied(own, shapes) or [*own.targets.values()] != [name]:
+                raise _taken_apart(name, own, parted[0], "and stay as it is")
+
+
+def _go_along(name: str, own: Match, parameter: str, match: Match, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Tell whether an equation does to state, which has a part of its parameter's name, what another does to that.
+
+    Args:
+        own, match: what takes the state, and what takes the parameter.
+    """
+    if len(own.targets) != 1 or len(match.targets) != 1:
+        return False
+    (new_name,), (new_parameter,) = own.targets.values(), match.targets.values()
+    end = next((end for end in (parameter, *ends_of(parameter)) if f".{end}." in f".{name}."), "")
+    before, _, behind = f".{name}.".partition(f".{end}.")
+    new_end = f".{new_name}.".removeprefix(f"{before}.").removesuffix(f".{behind}")
+    is_around = f".{new_name}." == f"{before}.{new_end}.{behind}" and f".{new_parameter}".endswith(f".{new_end}")
+    return is_around and (own.geometry == match.geometry or (is_copied(own, shapes) and is_copied(match, shapes)))
+
+
+def _taken_apart(name: str, match: Match, parameter: str, way: str) -> MapError:
+    return MapError(
+        f"an equation takes state of {parameter} for a parameter, and does not arrange it as that is",
+        expected=f"the state of {parameter} to follow it, {way}",
+        got=f"{name}, which becomes {', '.join(match.targets.values())}",
+        where=match.rule.where,
+        remedy="write the equation for names of the model alone, or one for such state before it, or leave the"
+        f" state out (--exclude '{min(match.targets.values())}')",
+    )
 
 
 def _is_numbered(name: str, ends: Container[str]) -> bool:

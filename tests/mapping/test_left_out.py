@@ -602,6 +602,36 @@ def test_state_follows_its_parameter_whatever_else_its_name_fits(
     assert_held(tmp_path / "dst", expected | {state.format(new): expected[new] + 100 for new in expected})
 
 
+@pytest.mark.parametrize(
+    ("text", "goes_along"),
+    [
+        ("model.a.{p*} <=> model.x.{p*}", False),
+        ("model.a.{p*} <=> model.x.{p*}; {p*}.w <=> {p*}.u", False),
+        ("model.a.w <=> model.a.v; {p*} <=> {p*}", False),
+        ("{p*}.w <=> {p*}.u", True),
+        ("model.a.w <=> model.a.v; {p*}.a.w <=> {p*}.a.v", True),
+        ("model.a.w <=> model.a.v; ema.a.w <=> ema.a.v; {p*} <=> {p*}", True),
+    ],
+)
+def test_state_with_a_part_of_its_parameters_name_goes_along_or_is_refused(
+    tmp_path: Path, text: str, goes_along: bool
+) -> None:
+    names = ("model.a.w", "model.b.w", "ema.a.w", "ema.b.w")
+    tensors = {name: floats(2, 3, first=10 * number) for number, name in enumerate(names)}
+    entries = "".join(f"[[map]]\neq = '{equation}'\n" for equation in text.split("; "))
+    source, path = source_of(tmp_path, tensors), map_of(tmp_path, entries)
+    if goes_along:
+        reshard_mpi.transform(source, tmp_path / "dst", map=path, forward=True)
+        made = held(tmp_path / "dst")
+        of_model, of_ema = (
+            {name.removeprefix(begin) for name in made if name.startswith(begin)} for begin in ("model.", "ema.")
+        )
+        assert of_model == of_ema and len(made) == 4
+    else:
+        with pytest.raises(MapError, match=r"state of model\.a\.w"):
+            reshard_mpi.transform(source, tmp_path / "dst", map=path, forward=True)
+
+
 @pytest.mark.parametrize("state", ["adam_m.{}", "optim.adam_m.{}", "exp_avg.{}"])
 @pytest.mark.parametrize("target", ["{p*}.kernel [i o]", "{p*}.weight [i o]", "{p*}.kernel [o i]"])
 def test_state_of_a_parameter_that_no_equation_takes_is_not_taken_for_another(
