@@ -217,14 +217,14 @@ def require_none_as_parameter(taken: Sequence[Match], chosen: Container[str], in
     ends = frozenset(end for name in others if name not in match_of for end in (name, *ends_of(name)))
     for name in states:
         own, parted = match_of[name], parted_anywhere(name, inventory)
+        stays = is_copied(own, shapes) and [*own.targets.values()] == [name]
         if parted is None:
             for parameter, match, _, _ in _named_in_part(name, parameters, ends, others):
                 is_another = match.rule is not own.rule and shapes[parameter] == shapes[name]
                 if is_another and not _go_along(name, own, parameter, match, shapes):
                     raise _taken_apart(name, own, parameter, f"as {match.rule.where} says")
-        elif parted[0] not in match_of and shapes[parted[0]] == shapes[name]:
-            if not is_copied(own, shapes) or [*own.targets.values()] != [name]:
-                raise _taken_apart(name, own, parted[0], "and stay as it is")
+        elif not stays and parted[0] not in match_of and shapes[parted[0]] == shapes[name]:
+            raise _taken_apart(name, own, parted[0], "and stay as it is")
 
 
 def _go_along(name: str, own: Match, parameter: str, match: Match, shapes: Mapping[str, tuple[int, ...]]) -> bool:
