@@ -103,7 +103,8 @@ def applied(
     stranded = _stranded_in_between(choice, taken, inventory, rules)
     outcome = everything.among(chosen)
     _require_state_follows([name for name in taken.kept if name in chosen - stranded], taken, inventory, rules, choice)
-    require_none_as_parameter(taken.matches, chosen, inventory)
+    if taken.direction is not None:
+        require_none_as_parameter(taken.matches, chosen, inventory, taken.direction)
     copies = copies_that_stay((name for name in taken.kept if name in chosen), taken.matches, inventory)
     if like is not None:
         of_choice = {name: shape for name, shape in like.shapes.items() if is_chosen(choice, name)}
@@ -226,7 +227,7 @@ def _taken(
     states_apart = {name: kind for name, kind in inventory.items() if not is_state(name, rules, inventory, direction)}
     taken = list(matches(rules, states_apart, direction, shapes))
     no_parameters = _settings_of_optimizers(taken, inventory) | _beside(taken, choice.beside, direction)
-    no_parameters |= states_as_parameters(taken, inventory)
+    no_parameters |= states_as_parameters(taken, inventory, direction)
     if no_parameters:
         states_apart = {name: kind for name, kind in states_apart.items() if name not in no_parameters}
         taken = list(matches(rules, states_apart, direction, shapes))

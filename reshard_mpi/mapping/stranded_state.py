@@ -17,7 +17,7 @@ from reshard_mpi.errors import MapError
 from reshard_mpi.formats.nest import dictionaries_in, entries_of, pairs_of, value_of
 from reshard_mpi.formats.nest.nodes import parsed
 from reshard_mpi.mapping.box_pairs import TermTensor
-from reshard_mpi.mapping.direction import Inventory
+from reshard_mpi.mapping.direction import Direction, Inventory
 from reshard_mpi.mapping.follow_parameters import is_copied
 from reshard_mpi.mapping.matching import Match
 from reshard_mpi.mapping.numbered_state import begins_of, names_by_path
@@ -101,12 +101,6 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
                 )
 
 
-def _names_state(match: Match) -> bool:
-    """Tell whether the equation of a match has a word for state in a name, as it is written."""
-    equation = match.rule.equation
-    return any(is_named_like_state(term.name.text) for term in (*equation.left, *equation.right))
-
-
 def _require_not_joined(name: str, match_of: Mapping[str, Match]) -> None:
     """Raise MapError if a word for state is joined to the name of a parameter that an equation takes."""
     for place in (place for place, character in enumerate(name) if character == "_"):
@@ -166,14 +160,14 @@ def copies_that_stay(kept: Iterable[str], taken: Iterable[Match], inventory: Inv
         )
 
 
-def states_as_parameters(taken: Sequence[Match], inventory: Inventory) -> frozenset[str]:
+def states_as_parameters(taken: Sequence[Match], inventory: Inventory, direction: Direction) -> frozenset[str]:
     """Return state that equations of parameters take, as `{p*}` stands for any name, and whose parameters are taken.
 
     It follows its parameter, whatever else its name fits: its name is the parameter's new one between the same words.
     """
     shapes = {name: kind.shape for name, kind in inventory.items()}
     match_of = {name: match for match in taken for name in match.names}
-    held = ((name, parted_anywhere(name, inventory)) for name in _as_parameters(match_of, inventory))
+    held = ((name, parted_anywhere(name, inventory)) for name in _as_parameters(taken, inventory, direction))
     of_owners = ((name, *parted) for name, parted in held if parted is not None)
     return frozenset(
         name
@@ -182,22 +176,22 @@ def states_as_parameters(taken: Sequence[Match], inventory: Inventory) -> frozen
     )
 
 
-def _as_parameters(match_of: Mapping[str, Match], inventory: Inventory) -> list[str]:
-    """Return the names of state that equations of parameters take.
-
-    Equations that take a tensor of another name than state has, or have no word for state themselves, are of
-    parameters.
-
-    Args:
-        match_of: what equations take, by name.
-    """
-    states = {name: match for name, match in match_of.items() if is_named_like_state(name)}
-    of_parameters = {id(each.rule) for name, each in match_of.items() if name not in states or not _names_state(each)}
+def _as_parameters(taken: Sequence[Match], inventory: Inventory, direction: Direction) -> list[str]:
+    """Return the names of state that equations take by names in which they do not say a word for state themselves."""
+    states = []
+    for match in taken:
+        source, _ = direction.sides(match.rule)
+        says_state = [is_named_like_state(term.name.text) for term in source]
+        states += [name for place, name in match.sources.items() if not says_state[place.term]]
+        states += match.equal if not any(says_state) else ()
+    states = [name for name in states if is_named_like_state(name)]
     with_own = with_state(inventory) if states else frozenset()
-    return [name for name, match in states.items() if id(match.rule) in of_parameters and name not in with_own]
+    return [name for name in states if name not in with_own]
 
 
-def require_none_as_parameter(taken: Sequence[Match], chosen: Container[str], inventory: Inventory) -> None:
+def require_none_as_parameter(
+    taken: Sequence[Match], chosen: Container[str], inventory: Inventory, direction: Direction
+) -> None:
     """Raise MapError for state that an equation of parameters takes, `{p*} <=> net.{p*}`, apart from its parameter.
 
     The parameter stays; or it is taken by another equation, and the state has only a part of its name.
@@ -208,7 +202,7 @@ def require_none_as_parameter(taken: Sequence[Match], chosen: Container[str], in
     """
     match_of = {name: match for match in taken for name in match.names}
     shapes = {name: kind.shape for name, kind in inventory.items()}
-    names = (name for name in _as_parameters(match_of, inventory) if prod(shapes[name]) > 1)
+    names = (name for name in _as_parameters(taken, inventory, direction) if prod(shapes[name]) > 1)
     states = [name for name in names if any(target in chosen for target in match_of[name].targets.values())]
     if not states:
         return
