@@ -233,9 +233,9 @@ class ObjectJournal(Journal):
                 remove_leftovers(folder, state, self.identity)
             if earlier is not None or self._is_single_writer:
                 object_folders.put(place, content, instead_of=None if self._is_single_writer else earlier)
+        self.check()
         if self._is_begun():
             self._keep_strategy(state)
-        self.check()
 
     def _require_begun(self) -> None:
         """Raise TargetError if another run has begun since: the record is looked at anew, and read if it changed."""
