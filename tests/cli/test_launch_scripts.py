@@ -49,6 +49,14 @@ def launch(script: str, *arguments: str, env: dict[str, str], cwd: Path) -> Fini
     return run_command(["bash", str(LAUNCH / script), *arguments], env=env, cwd=cwd)
 
 
+def slowed(folder: Path, variable: str, when: str) -> Path:
+    """Write what a script reads first: unless all is to be `at once`, it waits before it sets a variable to `$!`."""
+    slow = folder / "slow"
+    waits = f"trap 'case $BASH_COMMAND in {variable}=*!) sleep 0.3 ;; esac' DEBUG\n"
+    slow.write_text("" if when == "at once" else waits)
+    return slow
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Conversion:
     """A conversion and, as its target, what one process alone makes of it."""
@@ -151,13 +159,14 @@ def test_the_end_of_srun_is_that_of_the_script(tmp_path: Path) -> None:
     assert launch("slurm_mpi.sbatch", "SRC", "DST", env=with_programs(tmp_path), cwd=tmp_path).code == 4
 
 
-def test_what_the_batch_script_alone_is_sent_reaches_the_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", ["at once", "before the step is known"])
+def test_what_the_batch_script_alone_is_sent_reaches_the_ranks(tmp_path: Path, when: str) -> None:
     told = tmp_path / "scancel.arguments"
     recording(tmp_path, "scancel", then="while :; do sleep 0.05; done")  # it may try again and again
     # Until the ranks are told; should they never be, it ends like one that has done its work.
-    wait = f"for _ in {{1..6000}}; do if [ -e '{told}' ]; then exit 143; fi; sleep 0.05; done"
+    wait = f"for _ in {{1..600}}; do if [ -e '{told}' ]; then exit 143; fi; sleep 0.05; done"
     make_program(tmp_path, "srun", f'kill -TERM "$PPID"\n{wait}')
-    env = {**with_programs(tmp_path), "SLURM_JOB_ID": "17"}
+    env = {**with_programs(tmp_path), "SLURM_JOB_ID": "17", "BASH_ENV": str(slowed(tmp_path, "step", when))}
     finished = launch("slurm_mpi.sbatch", "SRC", "DST", env=env, cwd=tmp_path)
     assert finished.code == 143, finished
     assert told.read_text().splitlines() == ["--signal=TERM", "17"]
@@ -230,9 +239,7 @@ def test_a_signal_reaches_mpirun(tmp_path: Path, when: str) -> None:
         'if [ "$1" = --version ]; then echo HYDRA; exit; fi\n'
         "trap 'sleep 0.3; echo cleaned up; exit 143' TERM\nkill -TERM \"$PPID\"\nwhile :; do sleep 0.05; done",
     )
-    slow = tmp_path / "slow"
-    slow.write_text("trap 'case $BASH_COMMAND in job=*!) sleep 0.3 ;; esac' DEBUG\n" if when != "at once" else "")
-    env = {**with_programs(tmp_path), "BASH_ENV": str(slow)}
+    env = {**with_programs(tmp_path), "BASH_ENV": str(slowed(tmp_path, "job", when))}
     finished = launch("mpirun.sh", "2", "SRC", "DST", env=env, cwd=tmp_path)
     assert finished.code == 143 and "cleaned up" in finished.out, finished
 
