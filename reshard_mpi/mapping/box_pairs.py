@@ -169,7 +169,7 @@ class Assembly(NamedTuple):
 
     @classmethod
     def whole(cls, source: TermTensor, shape: tuple[int, ...]) -> Assembly:
-        """Return the shape of a target that is one tensor of the source, taken as it is."""
+        """Return the assembly of a target that is one tensor of the source, taken as it is."""
         return cls(shape, (BoxPair.whole(source, shape),), ())
 
 

@@ -57,14 +57,14 @@ def _followed(mapped: MapResult, weights: Weights, inventory: Inventory) -> Foll
     """
     made: list[DerivedTensor] = []
     new_weights: dict[str, StoredWeight] = {}
-    shapes: dict[object, Assembly] = {}
+    assemblies: dict[object, Assembly] = {}
     for tensor in mapped.made:
         places = {place: tensor.sources[place] for place in taken_of(tensor)}
         quantized = {place: weights[name].weight for place, name in places.items() if name in weights}
         if not quantized:
             made.append(tensor)
             continue
-        weight, companions = _Following(tensor, places, quantized, inventory, shapes).made()
+        weight, companions = _Following(tensor, places, quantized, inventory, assemblies).made()
         new_weights[tensor.name] = StoredWeight(weight, tensor.assembly.shape)
         made += companions
     _require_different(made, mapped)
@@ -84,7 +84,7 @@ class _Following:
     Args:
         places: the names of the tensors that it is made of.
         quantized: those of them that are quantized: all, or the map is refused.
-        shapes: kept for tensors that are made in the same way, which get the same object.
+        assemblies: kept for tensors that are made in the same way, which get the same object.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class _Following:
         places: Mapping[TermTensor, str],
         quantized: Mapping[TermTensor, QuantizedWeight],
         inventory: Inventory,
-        shapes: dict[object, Assembly],
+        assemblies: dict[object, Assembly],
     ) -> None:
-        self._tensor, self._sources, self._inventory, self._shapes = tensor, quantized, inventory, shapes
+        self._tensor, self._sources, self._inventory, self._assemblies = tensor, quantized, inventory, assemblies
         self._first = next(iter(quantized.values()))
         plain = [name for place, name in places.items() if place not in quantized]
         if plain:
@@ -126,9 +126,9 @@ class _Following:
             kinds = {self._inventory[name] for name in names.values()}
             if len(kinds) > 1 and any(kind.dtype != next(iter(kinds)).dtype for kind in kinds):
                 raise self._refusal(f"{companion.name} and its like have different types", "one type")
-            shape = self._shape(companion, new, names)
+            assembly = self._assembly(companion, new, names)
             companions.append(new)
-            derived.append(DerivedTensor(new.name, next(iter(kinds)).dtype, shape, names, tensor.where))
+            derived.append(DerivedTensor(new.name, next(iter(kinds)).dtype, assembly, names, tensor.where))
         weight = first._replace(
             name=_renamed(first.name, first.stored, tensor.name),
             stored=tensor.name,
@@ -221,16 +221,16 @@ class _Following:
             related.insert(number + self._source_of.count(None) - gone, None)
         return tuple(related)
 
-    def _shape(self, companion: Companion, new: Companion, names: Mapping[TermTensor, str]) -> Assembly:
+    def _assembly(self, companion: Companion, new: Companion, names: Mapping[TermTensor, str]) -> Assembly:
         """Return how a companion of the target is made of its like in the sources."""
         kinds = {place: self._inventory[name].shape for place, name in names.items()}
         key = (id(self._tensor.assembly), companion.dims, new.dims, tuple(kinds.items()))
-        if key in self._shapes:
-            return self._shapes[key]
+        if key in self._assemblies:
+            return self._assemblies[key]
         is_stated = companion.role == "shape" and companion.dims == new.dims == (None,)  # and said anew when planned
         if is_stated or (new.dims == companion.dims and self._is_whole):
             source = self._tensor.assembly.pairs[0].source
-            shape = Assembly.whole(source, kinds[source])
+            assembly = Assembly.whole(source, kinds[source])
         else:
             pairs: dict[Box, BoxPair] = {}
             for pair in self._tensor.assembly.pairs:
@@ -243,13 +243,13 @@ class _Following:
                 else relation.length(self._tensor.assembly.shape[relation.dim])
                 for relation in new.dims
             ]
-            shape = Assembly(tuple(lengths), tuple(pairs.values()), ())
+            assembly = Assembly(tuple(lengths), tuple(pairs.values()), ())
             whole = Box.whole(tuple(lengths))
             is_covered = sum(pair.to.size for pair in pairs.values()) == whole.size
             if not is_covered or any(True for _ in overlapping(list(pairs), whole)):
                 raise self._refusal(f"{companion.name} and its like do not make up one", "parts that join exactly")
-        self._shapes[key] = shape
-        return shape
+        self._assemblies[key] = assembly
+        return assembly
 
     def _moved(self, pair: BoxPair, companion: Companion, new: Companion, whole: tuple[int, ...]) -> BoxPair:
         """Return the pair of a companion's boxes for a pair of its weight's."""

@@ -296,16 +296,16 @@ def parts_of(packed: Packed, files: Iterable[Sequence[Part]], kinds: Mapping[str
         files: the parts of each of the files that are asked for.
         kinds: of the tensors, by name.
     """
-    shapes: dict[Box, Assembly] = {}
+    assemblies: dict[Box, Assembly] = {}
     source = TermTensor(0, ())
     made = []
     for part in (part for file in files for part in file):
-        shape = shapes.get(part.box)
-        if shape is None:
+        assembly = assemblies.get(part.box)
+        if assembly is None:
             pair = BoxPair(source, part.box, Box.whole(part.box.shape), None)
-            shape = shapes[part.box] = Assembly(part.box.shape, (pair,), ())
+            assembly = assemblies[part.box] = Assembly(part.box.shape, (pair,), ())
         dtype = BY_NAME[part.dtype] if part.dtype else kinds[part.source].dtype
-        made.append(DerivedTensor(part.name, dtype, shape, {source: part.source}, ""))
+        made.append(DerivedTensor(part.name, dtype, assembly, {source: part.source}, ""))
     equal = tuple(Equal(names, "the optimizer's groups") for names in packed.equal if len(names) > 1)
     return MapResult(tuple(made), (), equal, (), packed.left_out, None)
 

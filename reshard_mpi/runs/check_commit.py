@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,20 +45,21 @@ class CommittedSums(NamedTuple):
 def commit_of(files: ShardFiles) -> CommittedSums:
     """Return what was committed of files: by the record in their folder, or above a file or the folder of a rank.
 
-    Where links lead to files, it may be beside these. Each of several folders that are branches has one of its own.
+    Where links lead to files, it may be beside these. Each of several folders that are branches has one of its own,
+    with sums of tensors: no format that packs is read so.
 
     Raises DisagreementError if links lead to files of several commits.
     """
-    parts = files.folder_by_folder()
-    commits = [_commit_of_folder(part) for part in parts]
-    sums = [commit.sums for commit in commits]
-    if len(parts) > 1 and any(sums):
-        names = names_in_branches([locate(part, 0) for part in parts], files.path)
-        new_names = [names[part.path] for part in parts]
-        sums = [{new[name]: own[name] for name in own if name in new} for own, new in zip(sums, new_names)]
-    besides = ChainMap(*(dict(commit.besides) for commit in commits))
-    warnings = tuple(warning for commit in commits for warning in commit.warnings)
-    return CommittedSums(ChainMap(*map(dict, sums)), besides, commits[0].packs, warnings)
+    commits = {part.path: _commit_of_folder(part) for part in files.folder_by_folder()}
+    if len(commits) == 1:
+        return commits[files.path]
+    sums: dict[str, str] = {}
+    if any(commit.sums for commit in commits.values()):
+        branches = [locate(part, 0) for part in files.folder_by_folder()]
+        for path, new_names in names_in_branches(branches, files.path).items():
+            own = commits[path].sums
+            sums |= {new_names[name]: own[name] for name in own if name in new_names}
+    return CommittedSums(sums, {}, warnings=tuple(chain.from_iterable(each.warnings for each in commits.values())))
 
 
 def _commit_of_folder(files: ShardFiles) -> CommittedSums:
