@@ -24,7 +24,7 @@ from reshard_mpi.runs.maps_and_packing import apply_map
 from reshard_mpi.runs.outcome import Overflow, overflow_warnings
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.progress import log
-from reshard_mpi.runs.request import Request, Strategies, look_around
+from reshard_mpi.runs.request import Request, Strategies, list_object_stores
 from reshard_mpi.runs.transform import plan_alone
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import with_addresses
@@ -199,7 +199,7 @@ class _Origin(NamedTuple):
     @classmethod
     def of(cls, request: Request, rank: int, *, check: bool) -> _Origin:
         """Open the source of a request, and plan a target; `check` is as in `open`."""
-        look_around(request)
+        list_object_stores(request)
         shards, strategies = request.shard_files(), Strategies.read(request)
         conversion = Conversion(
             open_source(shards, strategies.source),

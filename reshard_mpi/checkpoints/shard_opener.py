@@ -122,7 +122,7 @@ class _CandidateRanks:
         self._source = source
         self._trusting = True
 
-    def begin_anew(self) -> None:
+    def distrust_unopened(self) -> None:
         """After the first loss, count a shard as available only once it has been opened."""
         self._trusting = not self.lost
 
@@ -234,7 +234,7 @@ class ShardOpener:
                 return opened
             if len(candidates.lost) == lost_before:
                 raise RuntimeError("shards are chosen again though none has been lost")
-            candidates.begin_anew()
+            candidates.distrust_unopened()
 
     def _try_to_open(self, target_rank: int, candidates: _CandidateRanks) -> TargetTensors | None:
         """Open the shards that a target needs; None if one of them turns out to be lost."""

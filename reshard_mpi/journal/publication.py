@@ -24,7 +24,7 @@ from reshard_mpi.journal.record_files import UPLOAD_ENDING
 if TYPE_CHECKING:
     from reshard_mpi.journal.target_records import TensorSum
 
-    Before = Callable[[SourceFile, Sequence[TensorSum], str], None]
+    Announce = Callable[[SourceFile, Sequence[TensorSum], str], None]
 
 _PARTIAL = ".partial"
 _TOKEN_BYTES = 6
@@ -39,8 +39,8 @@ class Publication:
 
     Attributes:
         partial: its path until then. descriptor: open for reading and writing as long as the block lasts.
-        before: called before the file takes its name, with the open file and the sums given to `publish`.
-        then: called when it is in place, with its descriptor.
+        announce: called before the file takes its name, with the open file and the sums given to `publish`.
+        confirm: called when it is in place, with its descriptor.
         host: the name of this host if other processes may write the same file at once.
         store_copied_bytes: how many bytes of it an object store has copied by itself, when it is published.
     """
@@ -51,14 +51,14 @@ class Publication:
         self,
         folder: Folder,
         name: str,
-        before: Before = lambda *_: None,
-        then: Callable[[int], None] = lambda _: None,
+        announce: Announce = lambda *_: None,
+        confirm: Callable[[int], None] = lambda _: None,
         host: str = "",
     ) -> None:
         self._folder = folder
         self._name = name
-        self._before = before
-        self._then = then
+        self._announce = announce
+        self._confirm = confirm
         self._host = host
         self.is_published = False
 
@@ -110,12 +110,12 @@ class Publication:
         if synced:
             os.fsync(self.descriptor)
         os.close(os.dup(self.descriptor))  # on which network file systems may report an error of writing
-        self._before(SourceFile(str(self.partial), self.descriptor), sums, besides)
+        self._announce(SourceFile(str(self.partial), self.descriptor), sums, besides)
         self._folder.replace(self._partial_name, self._name, self.descriptor)
         self.is_published = True
         if synced:
             self._folder.sync()
-        self._then(self.descriptor)
+        self._confirm(self.descriptor)
 
 
 @contextlib.contextmanager

@@ -331,10 +331,10 @@ def with_piece_shapes(plan: RankPlan, weights: Mapping[str, StoredWeight], *, is
         for (kind, shape), names in groups.items()
     ]
     gone = {name for group in made for name in group.names}
-    alike = (group._replace(names=tuple(name for name in group.names if name not in gone)) for group in plan.alike)
+    alike = (group._replace(names=tuple(name for name in group.names if name not in gone)) for group in plan.to_compare)
     return plan._replace(
         tensors=_replaced(plan.tensors, gone, made, plan.tensors.specs.names),
-        alike=tuple(group for group in alike if group.names),
+        to_compare=tuple(group for group in alike if group.names),
         loose=plan.loose if is_global else plan.loose | gone,
     )
 

@@ -111,7 +111,7 @@ def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
         loose=loose,
         unplaced=frozenset(name for name in loose if not target.layouts.lists(name)),
         shared_facts=tuple(_shared(target)),
-        alike=tuple(alike),
+        to_compare=tuple(alike),
         lost=_replaced(target, groups) if target.lost else (),
         warnings=tuple(warnings),
         left_out=tuple(left_out_of(target.manifests)),

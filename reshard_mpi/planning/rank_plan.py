@@ -309,7 +309,7 @@ class RankPlan(NamedTuple):
     ] = ()  # to agree with other targets: step counters, tensors that its stages share
     prefix_digests: tuple[PrefixDigest, ...] = ()  # of loose tensors that should be equal in other targets
     differing: tuple[Differing, ...] = ()  # loose tensors that differ between the opened shards
-    alike: tuple[ReplicaGroup, ...] = ()  # replicas that must be equal; compared once for all targets of a process
+    to_compare: tuple[ReplicaGroup, ...] = ()  # replicas that must be equal; compared once for all targets of a process
     lost: tuple[UnusableShard, ...] = ()  # source shards that cannot be used
     warnings: tuple[str, ...] = ()  # other departures from the usual source of a tensor
     unplaced: frozenset[str] = frozenset()  # loose tensors that the target strategy does not place either

@@ -237,10 +237,10 @@ def _inventory_of(plan: RankPlan) -> Inventory:
 
 def _comparing_only(plan: RankPlan, names: Container[str]) -> RankPlan:
     """Return a plan without comparisons of other tensors than these."""
-    alike = (group._replace(names=tuple(name for name in group.names if name in names)) for group in plan.alike)
+    alike = (group._replace(names=tuple(name for name in group.names if name in names)) for group in plan.to_compare)
     return plan._replace(
         checks=tuple(check for check in plan.checks if check.name in names),
-        alike=tuple(group for group in alike if group.names),
+        to_compare=tuple(group for group in alike if group.names),
     )
 
 

@@ -116,10 +116,10 @@ def compare_copies(
 
     Returns the shards that could not be read. Raises, the same on all processes, what `compare` raises.
     """
-    if not any(plan.alike for _, plan in planned):
+    if not any(plan.to_compare for _, plan in planned):
         return ()
-    mine = [list(partition_for(plan.alike, comm.rank, comm.size)) for _, plan in planned]
-    size_bytes = sum(alike.size_bytes for _, plan in planned for alike in plan.alike)
+    mine = [list(partition_for(plan.to_compare, comm.rank, comm.size)) for _, plan in planned]
+    size_bytes = sum(alike.size_bytes for _, plan in planned for alike in plan.to_compare)
     own_bytes = sum(alike.size_bytes for of_side in mine for alike in of_side)
     progress.begin(ProgressStage("comparing copies", size_bytes), own_bytes)
 
@@ -172,7 +172,7 @@ def _planned(
         notes_on_ranks += [f"{conversion.source.files.path}: {note}" for note in found.notes]
         warnings += [f"{conversion.source.files.path}: {warning}" for warning in found.warnings]
         conversion.require_none_left_behind(plans[-1], ShardShare(comm.rank, comm.size))
-        peak_bytes += memory.require_possible(plans[-1]) + (comparing_bytes(LIMITS) if plans[-1].alike else 0)
+        peak_bytes += memory.require_possible(plans[-1]) + (comparing_bytes(LIMITS) if plans[-1].to_compare else 0)
     require_some(_names(conversions, plans))
     mapped = conversions[0].mapped
     if mapped is not None and comm.rank == 0:

@@ -226,7 +226,7 @@ class MappedCheckpoint(SourceCheckpoint):
             absent=(*plan.absent, *whole.absent),
             notes=(*whole_notes, *self.notes(), *plan.notes),
             differing=(*whole.differing, *plan.differing),
-            alike=whole.alike,
+            to_compare=whole.to_compare,
             lost=whole.lost,
             warnings=(*whole.warnings, *cautions, *outcome.warnings, *plan.warnings),
             left_out=(*whole.left_out, *plan.left_out),

@@ -122,7 +122,7 @@ class Conversion:
 
         Args:
             checked: False leaves out all that reads tensors of the source, if another process or an earlier call has
-                done so. The replicas in `plan.alike`, which targets share, are left to `compare_replicas.compare`.
+                done so. The replicas in `plan.to_compare`, which targets share, are left to `compare_replicas.compare`.
 
         Raises a ReshardError if the target cannot be made exactly.
         """

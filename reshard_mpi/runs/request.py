@@ -215,12 +215,12 @@ class Task(StrEnum):
         from reshard_mpi.runs.process_memory import RunMemory
 
         function = self.load()
-        look_around(request, comm, is_target_read=self is not Task.CONVERT)
+        list_object_stores(request, comm, is_target_read=self is not Task.CONVERT)
         with RunMemory(lambda: request.allowance, comm, progress) as memory:
             return function(request, comm, progress, memory, strategies)
 
 
-def look_around(request: Request, comm: Comm | None = None, *, is_target_read: bool = False) -> None:
+def list_object_stores(request: Request, comm: Comm | None = None, *, is_target_read: bool = False) -> None:
     """Have one process list what lies in object stores where the request names something, and tell the others.
 
     Args:

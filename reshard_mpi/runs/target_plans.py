@@ -73,7 +73,7 @@ class PlanReport(NamedTuple):
     held: tuple[StageDigest, ...] = ()
     prefix_digests: tuple[PrefixDigest, ...] = ()
     differing: tuple[Differing, ...] = ()  # what shards do not hold alike
-    alike: tuple[ReplicaGroup, ...] = ()  # replicas that must be the same
+    to_compare: tuple[ReplicaGroup, ...] = ()  # replicas that must be the same
     space_needs: tuple[SpaceNeed, ...] = ()
     due: Totals = Totals()  # what it leads the writing of
     gradients: tuple[AccumulatedGradients, ...] = ()  # the accumulated gradients of its targets
@@ -86,7 +86,7 @@ class PlanReport(NamedTuple):
     @classmethod
     def of(cls, plan: RankPlan) -> PlanReport:
         """Return what there is to tell of the plan of one target."""
-        held, differences = (plan.held,), (plan.prefix_digests, plan.differing, plan.alike)
+        held, differences = (plan.held,), (plan.prefix_digests, plan.differing, plan.to_compare)
         return cls(Outcome.of(plan), plan.shared_facts, held, *differences, gradients=plan.gradients)
 
     def joined(self, others: Iterable[PlanReport]) -> PlanReport:

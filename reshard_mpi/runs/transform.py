@@ -229,10 +229,10 @@ def compare_sources(
     """Compare replicas that must be the same; return the outcome of planning with what that shows (step 3)."""
     request = plans.run.request
     compared: Sequence[ComparisonReport] = ()
-    if planned.alike or request.replicas is not Replicas.ANY:
-        mine = list(partition_for(planned.alike, comm.rank, comm.size))
-        if planned.alike:
-            size_bytes, own_bytes = (sum(alike.size_bytes for alike in groups) for groups in (planned.alike, mine))
+    if planned.to_compare or request.replicas is not Replicas.ANY:
+        mine = list(partition_for(planned.to_compare, comm.rank, comm.size))
+        if planned.to_compare:
+            size_bytes, own_bytes = (sum(alike.size_bytes for alike in groups) for groups in (planned.to_compare, mine))
             progress.begin(ProgressStage("comparing copies", size_bytes), own_bytes)
         compared = together(comm, partial(_compare, plans, planned, mine, comm, memory, progress))
     mapped = plans.run.conversion.mapped
@@ -368,7 +368,7 @@ def plan_alone(
 
     begun = PlanReport(Outcome.begun(conversion, notes))
     planned = _agreeing([begun, *map(PlanReport.of, plans)], placed, path, conversion.policy.accumulated)
-    lost = compare(conversion.source, partition_for(planned.alike, 0, 1), conversion.limits, lambda _: None)
+    lost = compare(conversion.source, partition_for(planned.to_compare, 0, 1), conversion.limits, lambda _: None)
     conversion.require_one_of_stages(planned.all_differing)
     compared = ComparisonReport(lost, conversion.drifted_tensors())
     return plans, _judged(planned, [compared], path, strict=conversion.policy.strict)

@@ -30,7 +30,7 @@ from reshard_mpi.runs.monitor import monitored
 from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress
-from reshard_mpi.runs.request import Request, Strategies, Task, look_around
+from reshard_mpi.runs.request import Request, Strategies, Task, list_object_stores
 from reshard_mpi.runs.worker_pipes import (
     Channel,
     Fork,
@@ -94,7 +94,9 @@ def _run_here(
 ) -> Outcome:
     """Be the parent of the workers, in this process."""
     memory.reserve_for_reading(request, None, f"reading the strategies of {request.source}")
-    look_around(request, is_target_read=work is not Task.CONVERT)  # workers that are forked know what it has listed
+    list_object_stores(
+        request, is_target_read=work is not Task.CONVERT
+    )  # workers that are forked know what it has listed
     strategies = _read(request)
     work.load()  # once, before workers are forked
     targets = len(request.rank) if request.rank else strategies.target.world_size

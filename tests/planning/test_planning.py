@@ -538,7 +538,7 @@ def alike(plan: RankPlan) -> set[tuple[tuple[str, ...], str, tuple[int, ...]]]:
     """Return what a plan wants compared: names, region, and the ranks that hold it."""
     return {
         (group.names, str(group.region), tuple(r for part in group.parts for r in part.placement.holders(part.piece)))
-        for group in plan.alike
+        for group in plan.to_compare
     }
 
 
@@ -550,7 +550,7 @@ def test_all_copies_of_partial_sums_are_compared(name: str, listed: bool) -> Non
     manifests = shards(*[{"w": (2, 6), name: (2, 6)}] * 4)
     plan = planned(source, two_ranks(w=ROWS), {0: manifests[0]})
     assert alike(plan) == {((name,), "[0:2, 0:6]", (0, 2))}
-    assert "partial sums" in plan.alike[0].why
+    assert "partial sums" in plan.to_compare[0].why
     assert plan.source_ranks == plan.read_ranks == (0,)
 
 
@@ -559,7 +559,7 @@ def test_copies_of_a_tied_parameter_are_compared_over_its_stages() -> None:
     manifests = shards(*[{"w": (2, 6), "v": (2, 6)}] * 2, *[{"w": (2, 6)}] * 2)
     plan = planned(source, two_ranks(w=ROWS, v=ROWS), {1: manifests[1]}, 1)
     assert alike(plan) == {(("w",), "[2:4, 0:6]", (1, 3))}
-    assert "drifted apart" in plan.alike[0].why
+    assert "drifted apart" in plan.to_compare[0].why
 
 
 def test_copies_of_a_tied_parameter_that_stages_cut_differently_are_compared_where_they_meet() -> None:
@@ -567,7 +567,7 @@ def test_copies_of_a_tied_parameter_that_stages_cut_differently_are_compared_whe
     manifests = shards(*[{"w": (2, 6)}] * 2, *[{"w": (4, 3)}] * 2)
     plan = planned(source, two_ranks(w=ROWS), {0: manifests[0]})
     assert alike(plan) == {(("w",), "[0:2, 0:3]", (0, 2)), (("w",), "[0:2, 3:6]", (0, 3))}
-    assert all(part.box.contains(group.region) for group in plan.alike for part in group.parts)
+    assert all(part.box.contains(group.region) for group in plan.to_compare for part in group.parts)
 
 
 def test_other_copies_are_compared_if_that_is_asked() -> None:
@@ -589,7 +589,7 @@ def test_what_targets_need_is_compared_once_by_one_process(case: Case, processes
     source, target = strategy_of(case.src), strategy_of(case.dst)
     every = manifests_of(case.src, case.tensors)
     plans = [planned(source, target, every, rank, replicas=Replicas.CHECK) for rank in range(target.world_size)]
-    wanted = tuple(dict.fromkeys(group for plan in plans for group in plan.alike))
+    wanted = tuple(dict.fromkeys(group for plan in plans for group in plan.to_compare))
     shares = [list(partition_for(wanted, process, processes)) for process in range(processes)]
     units = [(name, group.holding, group.region) for share in shares for group in share for name in group.names]
     assert len(units) == len(set(units))
