@@ -70,8 +70,8 @@ def applied_to_file(
         rules: of the maps; if there are none, every tensor keeps its name and shape.
         choice, like: of what the last makes.
 
-    In a whole training whose optimizer goes by names, maps see the names below `model.` unless they fit all names as
-    they are; so they do in one that the target is to be like.
+    In a whole training whose optimizer goes by names, maps see the names below `model.`, and whole names only if they
+    fit none of those; so they do in one that the target is to be like.
     """
     if not rules:
         training = NO_TRAINING
@@ -101,21 +101,16 @@ def applied_to_file(
     like_below = like
     if like is not None and _goes_by_names_below(like.nest, like.training):
         like_below = like.below(MODEL)
-    attempts = [(training, like, False), (below, like_below, like is None)]
+    attempts = [(below, like_below, like is None), (training, like, False)]
     if below is training and like_below is like:
-        attempts = attempts[:1]
-    # A map that takes any name is meant for the model, and fits the whole file as well.
-    takes_any = rules[0].takes_any_name
+        attempts = attempts[1:]
     errors: list[MapError] = []
-    for own, own_like, is_below in attempts[::-1] if takes_any else attempts:
+    for own, own_like, is_below in attempts:
         try:
             return _mapped(rules, choice, inventory, source, own, forward, own_like, is_below=is_below)
-        except MapError as error:
-            if takes_any and not isinstance(error, UnfitMapError):
-                raise  # it would fit other names as well, and make something else of them
+        except UnfitMapError as error:
             errors.append(error)
-    errors = errors if takes_any else errors[::-1]  # first what the names of the model say
-    raise next((error for error in errors if not isinstance(error, UnfitMapError)), errors[0])
+    raise errors[0]
 
 
 def _goes_by_names_below(nest: str | None, training: Training) -> bool:

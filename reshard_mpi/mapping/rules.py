@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME, DType, encode_number, numbers
-from reshard_mpi.formats.nest.nodes import MODEL
 from reshard_mpi.mapping.axis_sizes import MAX_AXIS, UsualLength, names_in
 from reshard_mpi.mapping.equations import Equation, NamePattern, PatternProblem
 
@@ -379,11 +378,3 @@ class Rules(NamedTuple):
     def all_axes(self) -> frozenset[str]:
         """The names of the axes of all equations, in shapes or in names."""
         return self.in_names.union(axis for rule in self.equations for axis in rule.axes)
-
-    @property
-    def takes_any_name(self) -> bool:
-        """Whether a name may begin with anything, and none says the key of a model in its file."""
-        equations = [rule.equation for rule in self.equations]
-        names = [term.name for equation in equations for term in (*equation.left, *equation.right)]
-        is_any = any(not name.literals[0] and name.captures[0].is_text for name in names)
-        return is_any and not any(name.literals[0].startswith(MODEL) for name in names)

@@ -72,6 +72,35 @@ def test_a_map_sees_the_names_below_the_model(tmp_path: Path, state: bool) -> No
     assert loaded["client_state"]["epoch"] == 4
 
 
+@pytest.mark.parametrize("state", [True, False])
+@pytest.mark.parametrize(
+    ("equation", "renamed"),
+    [
+        ("model.{p*} <=> net.{p*}", {"model.a.w": "net.a.w", "model.b": "net.b", "c.w": "c.w"}),
+        ("model.{p*} <=> {p*}", {"model.a.w": "a.w", "model.b": "b", "c.w": "c.w"}),
+        ("model.a.{p*} <=> model.d.{p*}", {"model.a.w": "model.d.w", "model.b": "model.b", "a.w": "a.w"}),
+    ],
+)
+def test_a_map_sees_the_names_below_the_model_though_it_fits_whole_names(
+    tmp_path: Path, equation: str, renamed: dict[str, str], state: bool
+) -> None:
+    arrays = {name: np.arange(6, dtype=np.float32) + 10 * number for number, name in enumerate(renamed)}
+    moments = {name: {"exp_avg": tensor(array * 10)} for name, array in arrays.items()}
+    source = {
+        "model": {name: tensor(array) for name, array in arrays.items()},
+        "optimizer": {"state": moments if state else {}, "param_groups": [{"params": [*renamed]}]},
+    }
+    dst = converted(tmp_path, source, map=equation, forward=True, to="torch")
+    expected = {f"model.{renamed[name]}": array for name, array in arrays.items()}
+    if state:
+        expected |= {f"optimizer.state.{renamed[name]}.exp_avg": array * 10 for name, array in arrays.items()}
+    found = held(dst)
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[name], array) for name, array in expected.items())
+    loaded = torch_peer.load(dst / "rank_0/checkpoint_0.pt")
+    assert loaded["optimizer"]["param_groups"][0]["params"] == [*renamed.values()]
+
+
 def test_a_map_that_fits_neither_says_the_names_below(tmp_path: Path) -> None:
     with pytest.raises(MapError, match=r"did you mean 'model\.layers\.0\.q\.weight'"):
         converted(tmp_path, training(), map="model.layer.{l}.q.weight <=> decoder.{l}.query", to="torch")
