@@ -28,7 +28,7 @@ from reshard_mpi.mapping.dictionaries import NestedTensors, home_of, require_hom
 from reshard_mpi.mapping.direction import Inventory, UnfitMapError
 from reshard_mpi.mapping.follow_parameters import begin_in_target
 from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training, begins_of, in_order, named_tensors, training_in
-from reshard_mpi.mapping.optimizers import STATE_KEY, Form, Optimizer, optimizers_of, settings_of_all, unread_in
+from reshard_mpi.mapping.optimizers import STATE_KEY, Form, optimizers_in_nest, settings_of_all, unread_in
 from reshard_mpi.mapping.rename_values import renamed, without_emptied, without_left_out
 from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
 from reshard_mpi.mapping.rules import Rules
@@ -79,7 +79,7 @@ def applied_to_file(
             in_order(source.nest, (), source.path)  # refuses a text that is no nest
             with suppress(MapError):  # nothing tells whose state it is
                 training = training_in(source.nest, inventory, source.tied, source.path)
-        optimizers = _optimizers(source.nest, training) if choice.leaves_out else []
+        optimizers = optimizers_in_nest(source.nest, training) if choice.leaves_out else []
         mapped = applied(None, choice._replace(owners=owners_by_names(optimizers, inventory)), inventory, forward)
         sources_of = {tensor.name: _sources(tensor) for tensor in mapped.made}
         used = frozenset[str]().union(*sources_of.values())
@@ -120,7 +120,7 @@ def _goes_by_names_below(nest: str | None, training: Training) -> bool:
     """
     if not is_whole_training(nest) or (training.optimizer is not None and training.prefix != MODEL):
         return False
-    optimizers = _optimizers(nest, training)
+    optimizers = optimizers_in_nest(nest, training)
     by_names = [optimizer for optimizer in optimizers if optimizer.form in (Form.NAMES, Form.FLAT)]
     names = Counter(name for optimizer in by_names for name in optimizer.parameters)
     return not optimizers or (bool(by_names) and max(names.values(), default=1) == 1)
@@ -149,7 +149,7 @@ def _mapped(
     named = named_tensors(training, shapes, source.path, is_stripped=is_stripped)
     plain = {name: inventory[in_file] for name, in_file in named.items()}
     prefix = training.prefix if is_stripped else ""
-    optimizers = _optimizers(source.nest, training)
+    optimizers = optimizers_in_nest(source.nest, training)
     told = owners_by_names(optimizers, inventory).items()
     apart = beside = {name: name for name, in_file in named.items() if name == in_file}
     of_optimizers = tuple(begin for optimizer in optimizers for begin in begins_of(optimizer.path))
@@ -242,11 +242,6 @@ def _told_of_order(training: Training, path: str) -> Iterator[str]:
             " model.parameters(): that it was given its parameters in another order, as from two lists, or others in"
             " their place, cannot be seen"
         )
-
-
-def _optimizers(nest: str | None, training: Training) -> list[Optimizer]:
-    nodes = [] if nest is None else optimizers_of(parsed(nest).root, training)
-    return [optimizer for _, optimizer in nodes]
 
 
 def _training(choice: Selection, inventory: Inventory, source: SourceTree) -> Training:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.formats.nest import entries_below, entries_of, pairs_of, value_of
 from reshard_mpi.formats.nest.nodes import parsed
-from reshard_mpi.mapping.numbered_state import Training
+from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training
 from reshard_mpi.mapping.rules import Unlike
 
 STATE_KEY, GROUPS = "state", "param_groups"
@@ -80,6 +80,11 @@ def optimizers_of(root: Any, training: Training) -> list[tuple[Any, Optimizer]]:
     for path, node in _nodes(root):  # a forged nest may have two of one path
         read.setdefault(path, (node, _grouped(path, node, training) if _is_grouped(node) else _flat(path, node)))
     return list(read.values())
+
+
+def optimizers_in_nest(nest: str | None, training: Training = NO_TRAINING) -> list[Optimizer]:
+    """Return the optimizers of a nest's text; none if there is no nest. Raises as `nodes.parsed` does."""
+    return [] if nest is None else [optimizer for _, optimizer in optimizers_of(parsed(nest).root, training)]
 
 
 def unread_in(node: Any, path: str = "") -> Iterator[str]:
@@ -291,7 +296,7 @@ def settings_in(group: Any) -> list[list[Any]]:
 def settings_of_all(training: Training, nest: str | None) -> dict[str, Any]:
     """Return the settings, by name, that the optimizers of a file have for their parameters, in groups or in state."""
     said: dict[str, list[Any]] = {}
-    for _, optimizer in [] if nest is None else optimizers_of(parsed(nest).root, training):
+    for optimizer in optimizers_in_nest(nest, training):
         groups = [dict(pairs_of({"dict": settings_in(group)})) for group in optimizer.groups]
         in_groups = dict.fromkeys(key for group in groups for key in group)
         for key in in_groups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from reshard_mpi.errors import CoverageError, ReshardError, StrategyError
 from reshard_mpi.formats.manifest import NEST, Manifest, shown_string
 from reshard_mpi.planning.plan_target import plan_target
 from reshard_mpi.planning.rank_choice import Replicas, check_target_rank
-from reshard_mpi.planning.rank_plan import Check, Limits, RankPlan, SharedFact
+from reshard_mpi.planning.rank_plan import Check, Group, Limits, RankPlan, SharedFact
 from reshard_mpi.planning.shared_facts import (
     loose_beginnings,
     moment_counters,
@@ -40,7 +41,6 @@ from reshard_mpi.planning.strategy_check import (
 from reshard_mpi.planning.target_tensors import Policy, TensorClass
 from reshard_mpi.quantization.weights import SCHEME_TEXT
 from reshard_mpi.sharding import strategy_table
-from reshard_mpi.sharding.placement import Shape
 from reshard_mpi.sharding.strategy import Strategy, Unlisted, find_or_follow, is_dropped
 from reshard_mpi.text import MIB, shortened
 
@@ -161,13 +161,8 @@ class Conversion:
         strings = (plan.strings, *(manifest.strings for manifest in opened.manifests.values()))
         nest = next((each[NEST] for each in strings if NEST in each), None)
         may_cut = self.target.world_size > 1 or self.policy.unlisted is Unlisted.DROP
-        if (
-            nest is not None
-            and may_cut
-            and not self.is_one_checkpoint
-            and self.policy.unlisted is not Unlisted.REPLICATE
-        ):
-            plan = _with_warning(plan, self.placed_target, nest, self.policy, self.source.files.path)
+        if may_cut and not self.is_one_checkpoint and self.policy.unlisted is not Unlisted.REPLICATE:
+            plan = _warned_of_whole_state(plan, self.placed_target, nest, self.policy, self.source.files.path)
         if plan.gradients:
             from reshard_mpi.planning.gradient_joining import notes_on
 
@@ -354,7 +349,6 @@ class Conversion:
 
     @property
     def shards(self) -> ShardOpener:
-        """The opener of the shards that a target needs."""
         if self._opener is None:
             self._opener = ShardOpener(self.planned_source, self.placed_target, self.policy)
         return self._opener
@@ -391,60 +385,66 @@ class Conversion:
         return self._table
 
 
-def _with_warning(plan: RankPlan, target: Strategy, nest: str, policy: Policy, where: str) -> RankPlan:
+def _warned_of_whole_state(plan: RankPlan, target: Strategy, nest: str | None, policy: Policy, where: str) -> RankPlan:
     """Return a plan that warns of state which is whole, and has the shape of a tensor that the strategy cuts.
 
-    torch's optimizers call their state by numbers, or by names that lack what the model's begin with. Such state does
-    not follow its parameter: it lies whole beside a slice, and is not dropped with what no rule matches.
+    torch's optimizers call their state by numbers, by names that lack what the model's begin with, or by a key behind
+    the parameter's name. Such state does not follow its parameter: it lies whole beside a slice, and is not dropped
+    with what no rule matches.
 
     If what is not listed is dropped, it warns of all state that is kept because only a rule for every name matches it.
     Raises StrategyError for whole state if the policy is strict.
 
     Args:
-        nest: the text that says how its tensors are nested; where: the source, for the error.
+        nest: the text that says how its tensors are nested, if they are; where: the source, for the error.
     """
-    kinds = ((group.kind.whole_shape, group.kind.own_box.shape) for group in plan.tensors.groups)
-    cut = {whole for whole, own in kinds if own != whole and prod(whole) > 1}
-    if not cut and policy.unlisted is not Unlisted.DROP:
+    groups = plan.tensors.groups
+    whole, cut = ([each for each in groups if _is_cut(each) is is_cut] for is_cut in (False, True))
+    is_weights_alone = policy.unlisted is Unlisted.DROP
+    shapes = {group.kind.whole_shape for group in cut if prod(group.kind.whole_shape) > 1}
+    asked = groups if is_weights_alone else [group for group in whole if group.kind.whole_shape in shapes]
+    state = list(_unplaced_state(asked, groups if is_weights_alone else cut, target, nest)) if asked else []
+    if not state:
         return plan
-    state = list(_unplaced_state(plan, target, nest))
-    if policy.unlisted is Unlisted.DROP and state:
+    if is_weights_alone:
         kept = (
-            f"the optimizer's state is kept ({shortened([name for name, *_ in state])}): it is not named after its"
-            " parameters, so a rule '*' takes it for a tensor of its own; --exclude leaves it out"
+            f"the optimizer's state is kept ({shortened(state)}): it is not named after its parameters, so a rule '*'"
+            " takes it for a tensor of its own; --exclude leaves it out"
         )
         return plan._replace(warnings=(*plan.warnings, kept))
-    names = [name for name, whole, own in state if own == whole and whole in cut]
-    if not names:
-        return plan
     if policy.strict:
         raise StrategyError(
             "the target strategy cuts parameters, and not the optimizer's state, which is not named after them",
             expected="state that is cut as its parameter is",
-            got=f"{shortened(names)} whole",
+            got=f"{shortened(state)} whole",
             where=f"{target.origin or 'the target strategy'} and {where}",
-            remedy="add rules for the state to that strategy (match = 'optimizer.state.0.*'), or leave it out"
+            remedy=f"add rules for the state to that strategy (match = '{state[0]}'), or leave it out"
             " (--exclude); state of parameters whose names begin as the model's do follows them",
         )
     warning = (
-        f"the target strategy cuts parameters, and the optimizer's state is whole on every rank ({shortened(names)}),"
+        f"the target strategy cuts parameters, and the optimizer's state is whole on every rank ({shortened(state)}),"
         " since it is not named after them: torch cannot go on with such a rank alone; rules for the state cut it"
     )
     return plan._replace(warnings=(*plan.warnings, warning))
 
 
-def _unplaced_state(plan: RankPlan, target: Strategy, nest: str) -> Iterator[tuple[str, Shape, Shape]]:
-    """Yield the state that no rule or list of the target's strategy places by its name: name, whole and own shape."""
-    from reshard_mpi.formats.nest.nodes import NestError, parsed
-    from reshard_mpi.mapping.numbered_state import NO_TRAINING
-    from reshard_mpi.mapping.optimizers import STATE_KEY, optimizers_of
+def _is_cut(group: Group) -> bool:
+    return group.kind.own_box.shape != group.kind.whole_shape
 
-    try:
-        optimizers = [optimizer for _, optimizer in optimizers_of(parsed(nest).root, NO_TRAINING)]
-    except (ValueError, RecursionError, NestError):  # a text that is no nest, which whoever nests tensors by it says
-        return
-    begins = tuple(f"{optimizer.path}{STATE_KEY}." for optimizer in optimizers)
-    for group in plan.tensors.groups if begins else ():
-        for name in group.names:
-            if name.startswith(begins) and (not target.find(name) or target.is_only_caught(name)):
-                yield name, group.kind.whole_shape, group.kind.own_box.shape
+
+def _unplaced_state(
+    asked: Iterable[Group], parameters: Iterable[Group], target: Strategy, nest: str | None
+) -> Iterator[str]:
+    """Yield those tensors asked for that are state, as a nest or parameters' names tell, and that no rule places."""
+    from reshard_mpi.formats.nest.nodes import NestError
+    from reshard_mpi.mapping.optimizers import STATE_KEY, optimizers_in_nest
+    from reshard_mpi.mapping.tensor_kinds import parted_anywhere
+
+    begins: tuple[str, ...] = ()
+    with suppress(ValueError, RecursionError, NestError):  # a text that is no nest, as who nests tensors by it says
+        begins = tuple(f"{optimizer.path}{STATE_KEY}." for optimizer in optimizers_in_nest(nest))
+    names = frozenset(name for group in parameters for name in group.names)
+    for name in (name for group in asked for name in group.names):
+        is_placed = target.find(name) and not target.is_only_caught(name)
+        if not is_placed and (name.startswith(begins) or parted_anywhere(name, names) is not None):
+            yield name

@@ -19,10 +19,10 @@ from reshard_mpi.engine.read import fill
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME, numbers
 from reshard_mpi.formats.manifest import NEST
-from reshard_mpi.formats.nest.nodes import UNREADABLE, NestError, parsed
+from reshard_mpi.formats.nest.nodes import UNREADABLE, NestError
 from reshard_mpi.formats.nest.rebuild_tree import leaves, values_beside
 from reshard_mpi.mapping.numbered_state import WRAPPERS, Training, state_of, training_in
-from reshard_mpi.mapping.optimizers import optimizers_of
+from reshard_mpi.mapping.optimizers import optimizers_in_nest
 from reshard_mpi.mapping.tensor_kinds import STATE_KEY, TensorKind, ends_of, kin_of, kind_of, parted_anywhere, parts_of
 from reshard_mpi.planning.rank_plan import Limits, TensorPlan, meeting
 from reshard_mpi.runs.check_maps import tied_tensors
@@ -263,7 +263,7 @@ def _trained(nest: str | None, training: Training, parameters: Collection[str]) 
     The model may be below a key, and a wrapper before all names in groups.
     """
     try:
-        optimizers = [] if nest is None else [each for _, each in optimizers_of(parsed(nest).root, training)]
+        optimizers = optimizers_in_nest(nest, training)
     except UNREADABLE:
         return set()
     names = {name for optimizer in optimizers for name in optimizer.parameters}

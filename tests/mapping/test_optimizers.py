@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -1040,6 +1041,24 @@ def test_state_that_does_not_follow_its_parameter_is_told(
         reshard_mpi.transform(*how, **options, strict=True)
     reshard_mpi.transform(*how, **options)
     assert "whole on every rank (optimizer.state." in caplog.text
+
+
+@pytest.mark.parametrize("form", few(1, ["{}.exp_avg", "optimizer.state.{}.exp_avg"]))
+@pytest.mark.parametrize("kind", few(1, ["safetensors", "ckpt"]))
+def test_state_by_a_key_behind_its_parameter_is_told_in_files_without_dictionaries(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, form: str
+) -> None:
+    moments = {form.format(name): array * 10 for name, array in (("q", Q), ("k", K))}
+    write_shard({"q": Q, "k": K, **moments, "moments.q": Q, "fc.exp_avg": Q}, tmp_path / f"x.{kind}")
+    spec = 'mesh = { tp = 2 }\n[[parameter]]\nmatch = "q"\nsplit = { 0 = ["tp"] }\n'
+    (tmp_path / "tp.toml").write_text(spec)
+    how = (tmp_path / f"x.{kind}", tmp_path / "out", None, tmp_path / "tp.toml")
+    with pytest.raises(StrategyError, match=re.escape(f"got: {form.format('q')} whole")):
+        reshard_mpi.transform(*how, strict=True)
+    reshard_mpi.transform(*how)
+    assert f"whole on every rank ({form.format('q')})," in caplog.text
+    (tmp_path / "tp.toml").write_text(spec + spec.partition("\n")[2].replace('"q"', f'"{form.format("q")}"'))
+    reshard_mpi.transform(*how, strict=True, overwrite=True)
 
 
 @pytest.mark.parametrize("model", ["model", ""])
