@@ -78,6 +78,10 @@ class ShardError(ReshardError, ValueError):
         super().__init__(problem, expected=expected, got=got, where=where, remedy=remedy or _RESTORE)
 
 
+class ChecksumError(ShardError):
+    """One shard file does not fit the checksum that it has of its own bytes."""
+
+
 class StrategyError(ReshardError, ValueError):
     """A strategy file or spec cannot be read, or says something impossible."""
 

@@ -86,7 +86,7 @@ class Format(Protocol):
         """Return the sums that the shard at `path` has of its tensors, by name; empty if none. Raises ShardError."""
 
     def check_crc(self, path: str, on_bytes: OnBytes = uncounted) -> bool:
-        """Tell whether the file has a checksum of all of its bytes. Raises ShardError if they do not fit it.
+        """Tell whether the file has a checksum of all of its bytes. Raises ChecksumError if they do not fit it.
 
         Args:
             on_bytes: told how many bytes have just been read; those of the structure may be missing.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from reshard_mpi.journal.record_files import COMMIT_RECORD
 from reshard_mpi.journal.record_finder import damage_besides, folder_of_records, holds_another
 from reshard_mpi.journal.run_records import CommitRecord
 from reshard_mpi.planning.chunk_reads import held_tensor
-from reshard_mpi.planning.rank_choice import Replicas
+from reshard_mpi.planning.rank_choice import Replicas, is_partial_sum
 from reshard_mpi.planning.rank_plan import Limits, TensorPlan
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.runs.check_sums import are_recorded, one_by_one
@@ -39,6 +39,7 @@ class CommittedSums(NamedTuple):
     # checksums are in it
     besides: Mapping[str, str]
     packs: bool = False  # whether `sums` are of the parts of tensors in the files of a format that packs
+    are_all: bool = False  # whether these files are all that were committed
     warnings: tuple[str, ...] = ()  # of a record that may be of these files and is not used
 
 
@@ -57,9 +58,10 @@ def commit_of(files: ShardFiles) -> CommittedSums:
     if any(commit.sums for commit in commits.values()):
         branches = [locate(part, 0) for part in files.folder_by_folder()]
         for path, new_names in names_in_branches(branches, files.path).items():
-            own = commits[path].sums
-            sums |= {new_names[name]: own[name] for name in own if name in new_names}
-    return CommittedSums(sums, {}, warnings=tuple(chain.from_iterable(each.warnings for each in commits.values())))
+            own = commits[path]
+            sums |= {new_names.get(name, name): own.sums[name] for name in own.sums if own.are_all or name in new_names}
+    warnings = tuple(chain.from_iterable(each.warnings for each in commits.values()))
+    return CommittedSums(sums, {}, are_all=True, warnings=warnings)
 
 
 def _commit_of_folder(files: ShardFiles) -> CommittedSums:
@@ -70,26 +72,31 @@ def _commit_of_folder(files: ShardFiles) -> CommittedSums:
     if real.keys() != own.keys():
         own, commit = real, _commit_in(dict.fromkeys(above for path in real for above in path.parents[:2]), real)
     if commit is None:
-        return CommittedSums({}, {}, warnings=_warnings_of_renamed(folder))
+        return CommittedSums({}, {}, warnings=tuple(_warnings_of_renamed(folder)))
     record, paths = commit
     besides = {
         own[path]: record.besides[rank] for rank, path in paths.items() if path in own and rank in record.besides
     }
-    return CommittedSums(record.sums, besides, formats.info(record.run.format).packs)
+    are_all = own.keys() >= {*paths.values()}
+    return CommittedSums(record.sums, besides, formats.info(record.run.format).packs, are_all)
 
 
-def _warnings_of_renamed(folder: Path) -> tuple[str, ...]:
-    """Return a warning if a folder has a commit record with sums, and none of the files that this names."""
-    record = None if holds_another(folder) else CommitRecord.read(folder)
-    if record is None or not (record.sums or record.besides):
-        return ()
-    if any(exists(folder / file) for file in record.files.values()):
-        return ()
-    named = shortened(list(record.files.values()), 1)
-    return (
-        f"{folder / COMMIT_RECORD} has sums of files that are not there ({named}): nothing is held against them; if the"
-        " files have been renamed, give them these names again",
-    )
+def _warnings_of_renamed(folder: Path) -> Iterator[str]:
+    """Yield a warning if a folder has a commit record with sums, and none of the files that this names.
+
+    The folder of a format that packs lies in the one with the record, and may be renamed itself.
+    """
+    for place in (folder, absolute_path(folder).parent):
+        record = None if holds_another(place) else CommitRecord.read(place)
+        if record is None or not (record.sums or record.besides):
+            continue
+        is_meant = place == folder or formats.info(record.run.format).packs
+        if is_meant and not any(exists(place / file) for file in record.files.values()):
+            named = shortened(list(record.files.values()), 1)
+            yield (
+                f"{place / COMMIT_RECORD} has sums of files that are not there ({named}): nothing is held against them;"
+                " if the files have been renamed, give them these names again"
+            )
 
 
 def _commit_in(
@@ -111,8 +118,9 @@ def _commit_in(
         held = sum(path in own for path in paths.values())
         if record is None or not held:
             continue
-        # Some of the files have only parts of the tensors, unless each file has whole ones.
-        are_whole = held == len(paths) or formats.info(record.run.format).split_by_size
+        # Some of the files have only parts of the tensors, unless each file has whole ones; so has a rank that is read
+        # by itself, which is a full checkpoint, or else none of the tensors that were committed.
+        are_whole = held == len(paths) or len(own) == 1 or formats.info(record.run.format).split_by_size
         if folder == whole or (held == len(own) and are_whole):
             return record, paths
         if held < len(own):
@@ -157,33 +165,55 @@ def committed_tensors(
 
     Args:
         needs: tells whether a tensor of the source is used.
+
+    Raises ShardError if the source lacks one, though it has all files that were committed.
     """
     if commit.packs:  # in whatever form the files are read
-        return [
+        tensors = [
             held_tensor(TensorSpec(name, entry.dtype, entry.shape, Box.whole(entry.shape)), shard)
             for shard in map(source.files.locate, source.files.shards)
             for name, entry in shard.tensors.items()
-            if name in commit.sums
         ]
-    whole = Conversion(source, unsharded(), Policy(replicas=Replicas.ANY, allows_holes=True))
-    tensors = whole.plan(0, checked=False).tensors
+        needs = commit.sums.__contains__
+    else:
+        whole = Conversion(source, unsharded(), Policy(replicas=Replicas.ANY, allows_holes=True))
+        tensors = [*whole.plan(0, checked=False).tensors]
+    names = {tensor.spec.name: None for tensor in tensors}
+    for name in missing_from(names, commit):
+        raise ShardError(
+            f"{name!r} was committed, and is not in the source",
+            expected=f"all tensors that {COMMIT_RECORD} has sums of",
+            got=f"others: {shortened([other for other in names if other not in commit.sums])}",
+            where=source.files.path,
+            remedy="the source has changed since: reshard-mpi verify it, and restore it from a copy",
+        )
     return [tensor for tensor in tensors if tensor.spec.name in commit.sums and needs(tensor.spec.name)]
 
 
-def require_as_committed(
+def missing_from(names: Container[str], commit: CommittedSums) -> Iterator[str]:
+    """Yield the tensors that were committed, and are not among those of a source, though it has all of the files."""
+    for name in commit.sums if commit.are_all else ():
+        if name not in names and not is_partial_sum(name):
+            yield name
+
+
+def changed_since_commit(
     commit: CommittedSums, tensors: list[TensorPlan], source: str, limits: Limits, on_bytes: OnBytes
-) -> None:
-    """Raise ShardError for the first of these tensors of a source whose sum is not the one it was committed with."""
+) -> Iterator[tuple[str, ShardError]]:
+    """Yield those of these tensors of a source, by name, whose sum is not the one they were committed with."""
     for summed in sum_tensors(tensors, limits=limits, on_bytes=on_bytes):
         spec, expected = summed.tensor, commit.sums[summed.tensor.name]
         got = f"{sum_of_whole([summed.found], spec.size_bytes):08x}"
         if got != expected:
-            raise ShardError(
-                f"{spec.name!r} is not what the source was committed with",
-                expected=f"CRC-32 {expected}, as its {COMMIT_RECORD} says",
-                got=got,
-                where=source,
-                remedy="the source has changed since: reshard-mpi verify it, and restore it from a copy",
+            yield (
+                spec.name,
+                ShardError(
+                    f"{spec.name!r} is not what the source was committed with",
+                    expected=f"CRC-32 {expected}, as its {COMMIT_RECORD} says",
+                    got=got,
+                    where=source,
+                    remedy="the source has changed since: reshard-mpi verify it, and restore it from a copy",
+                ),
             )
 
 

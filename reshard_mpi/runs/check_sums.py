@@ -237,6 +237,24 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
             )
 
 
+def with_unnamed_files(files: ShardFiles) -> ShardFiles:
+    """Return the files of a folder, each by itself, with those that were committed and that its index does not name.
+
+    That is a file without tensors.
+    """
+    folder = folder_of_records(files.path, files.format)
+    record = None if holds_another(folder) else CommitRecord.read(folder)
+    if record is None:
+        return files
+    named = {real_path(path) for path in files.shards}
+    paths = [folder / file for file in record.files.values()]
+    is_theirs = any(real_path(path) in named for path in paths)
+    unnamed = [str(path) for path in paths if is_theirs and real_path(path) not in named and exists(path)]
+    return files._replace(
+        by_rank={**files.by_rank, **{len(files.by_rank) + n: (path,) for n, path in enumerate(unnamed)}}
+    )
+
+
 def _held_alike(sums: Iterable[TensorSum], alike: Container[str]) -> list[TensorSum]:
     """Return the sums of a shard; for some tensors they must be the same in all ranks that hold the same part.
 

@@ -205,7 +205,7 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
 
     Nothing is read if each shard has a record with sums, by which it has been checked. Raises ShardError.
     """
-    from reshard_mpi.runs.check_commit import committed_tensors, require_as_committed, require_as_committed_besides
+    from reshard_mpi.runs.check_commit import changed_since_commit, committed_tensors, require_as_committed_besides
     from reshard_mpi.runs.check_sums import damage_of_indexes
 
     source, path = plans.run.conversion.source, plans.run.request.source
@@ -220,7 +220,8 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
     size_bytes, own_bytes = (sum(tensor.spec.size_bytes for tensor in of) for of in (needed, mine))
     progress.begin(ProgressStage("checking sources", size_bytes), own_bytes)
     memory.reserve_peak(memory.projection.gathering_bytes, f"checking {path}")
-    require_as_committed(commit, mine, path, plans.run.conversion.limits, progress.moved)
+    for _, error in changed_since_commit(commit, mine, path, plans.run.conversion.limits, progress.moved):
+        raise error
 
 
 def compare_sources(

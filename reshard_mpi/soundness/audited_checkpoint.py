@@ -22,7 +22,7 @@ from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.open_files import Files
-from reshard_mpi.errors import DamageError, ReshardError, ShardError, told
+from reshard_mpi.errors import ChecksumError, DamageError, ReshardError, ShardError, told
 from reshard_mpi.formats.dtypes import BY_NAME, FLOATS
 from reshard_mpi.formats.locations import paths_of
 from reshard_mpi.formats.manifest import NEST
@@ -131,7 +131,7 @@ class AuditedCheckpoint(NamedTuple):
 
 def broken(error: ReshardError, name: str = "", rank: int | None = None) -> Finding:
     """Return an error of a file, or of a tensor, as a finding."""
-    kind = FindingKind.SUM if isinstance(error, DamageError) else FindingKind.STRUCTURE
+    kind = FindingKind.SUM if isinstance(error, (DamageError, ChecksumError)) else FindingKind.STRUCTURE
     return Finding(kind, name, rank, error.where, told(error))
 
 

@@ -12,13 +12,28 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard_mpi.checkpoints.discovery import find_shards
 from reshard_mpi.checkpoints.opening import require_same_choice
 from reshard_mpi.checkpoints.shard_files import ShardFiles
-from reshard_mpi.errors import CoverageError, DamageError, DisagreementError, ReshardError, ShardError, SourceError
+from reshard_mpi.errors import (
+    ChecksumError,
+    CoverageError,
+    DamageError,
+    DisagreementError,
+    ReshardError,
+    ShardError,
+    SourceError,
+)
 from reshard_mpi.journal.record_files import COMMIT_RECORD
 from reshard_mpi.journal.record_finder import RecordFinder
 from reshard_mpi.mapping.tensor_kinds import TensorKind, kind_of
 from reshard_mpi.planning.rank_choice import is_partial_sum
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.check_commit import commit_of
+from reshard_mpi.runs.check_commit import (
+    CommittedSums,
+    changed_since_commit,
+    commit_of,
+    committed_tensors,
+    is_to_be_held,
+    missing_from,
+)
 from reshard_mpi.runs.diff import compare_copies
 from reshard_mpi.runs.maps_and_packing import apply_map
 from reshard_mpi.runs.outcome import Checked, Outcome, agreed, together
@@ -87,20 +102,20 @@ def audit(
         contents, unreadable = _all_contents(opened, comm, progress)
         state = agreed(lambda: StateOfParameters.of(opened), comm)
         unlike_weights = _unlike_weights(opened, state, comm, progress)
+        commit = agreed(lambda: commit_of(opened.source.files), comm)
+        of_commit = _of_commit(contents, commit, opened, comm, progress)
 
         def judged() -> Outcome:
             if comm.rank:
                 return opened.outcome
-            commit = None if request.map else commit_of(opened.source.files)
-            committed = {} if commit is None or commit.packs else commit.sums
-            has_sums = bool(committed) or any(shard.by for shard in summed.checked)
+            has_sums = bool(commit.sums) or any(shard.by for shard in summed.checked)
             by = [_STRUCTURE, *([_SUMS] if has_sums else []), _VALUES]
             notes = [*opened.outcome.notes, *state.notes]
             found = [
                 *opened.flaws(),
                 *of_copies,
                 *_of_sums(summed, summed_files, opened),
-                *_of_commit(contents, committed, opened),
+                *of_commit,
                 *unreadable,
                 *value_findings(contents, opened.place, opened.roles),
                 *state.findings(opened, {content.name: content for content in contents}),
@@ -296,24 +311,40 @@ def _of_sums(summed: Outcome, files: ShardFiles, opened: AuditedCheckpoint) -> I
         return any(finder.find_head(path, rank or 0) is not None for path in paths)
 
     for failure in summed.failures:
-        is_damage = isinstance(failure.error, DamageError) or not opened.source.files.is_folder
+        is_damage = isinstance(failure.error, (DamageError, ChecksumError)) or not opened.source.files.is_folder
         if is_damage or is_recorded(failure.rank):
             yield broken(failure.error, "", failure.rank)
 
 
 def _of_commit(
-    contents: Iterable[TensorContent], committed: Mapping[str, str], opened: AuditedCheckpoint
-) -> Iterator[Finding]:
-    """Yield the tensors that are not what was committed.
+    contents: Iterable[TensorContent], commit: CommittedSums, opened: AuditedCheckpoint, comm: Comm, progress: Progress
+) -> list[Finding]:
+    """Return the tensors that are not what was committed, and those that were and are not there.
 
-    Args:
-        committed: the sums that tensors were committed with, by name.
+    Of a format that packs, the parts of tensors in its files are summed, each process its share, if they have no
+    records.
     """
+    path = opened.source.files.path
+    if commit.packs:
+        if not is_to_be_held(commit, opened.source.files):
+            return []
+        try:
+            tensors = agreed(lambda: committed_tensors(commit, opened.source, lambda _: True), comm)
+        except ShardError as error:
+            return [broken(error)._replace(kind=FindingKind.SUM)]
+        mine = tensors[comm.rank :: comm.size]
+        changed = together(comm, lambda: [*changed_since_commit(commit, mine, path, LIMITS, progress.moved)])
+        return [broken(error, name)._replace(kind=FindingKind.SUM) for own in changed for name, error in own]
+    found = [
+        Finding(FindingKind.SUM, name, None, path, f"was committed, as {COMMIT_RECORD} says, and is not there")
+        for name in missing_from(opened.shapes, commit)
+    ]
     for content in contents:
-        expected, got = committed.get(content.name), f"{content.digest:08x}"
+        expected, got = commit.sums.get(content.name), f"{content.digest:08x}"
         if expected is not None and got != expected and not is_partial_sum(content.name):
             detail = f"is not what was committed: CRC-32 {got}, expected {expected}, as {COMMIT_RECORD} says"
-            yield Finding(FindingKind.SUM, content.name, *opened.place(content.name, None), detail)
+            found.append(Finding(FindingKind.SUM, content.name, *opened.place(content.name, None), detail))
+    return found
 
 
 def _of_copies(opened: AuditedCheckpoint, comm: Comm, progress: Progress) -> list[Finding]:

@@ -191,3 +191,96 @@ def test_files_that_were_renamed(tmp_path: Path, form: str) -> None:
     (copy / "rank_0" / own.name.replace("1", "0")).rename(copy / "rank_0" / renamed.name.replace("1", "0"))
     report = reshard_mpi.transform(copy, tmp_path / "unheld", **reading)
     assert any("has sums of files that are not there" in warning for warning in report.warnings)
+
+
+@pytest.mark.parametrize("form", few(1, ["safetensors", "ckpt"]))
+def test_a_rank_by_itself(tmp_path: Path, form: str) -> None:
+    """Each holds all tensors, and a sample of what lies beside it does not show where it differs."""
+    whole = np.arange(512 * 512, dtype=np.float32).reshape(512, 512)
+    source = saved(tmp_path / "one.pt", {"model": {"w": whole, "v": whole[:4]}})
+    (tmp_path / "both.toml").write_text('mesh = { card = 2 }\n[[parameter]]\nmatch = "*"\n')
+    reshard_mpi.transform(source, tmp_path / "out", to=form, verify=True, dst_strategy=tmp_path / "both.toml")
+    copy = copied(tmp_path / "out", tmp_path / "copy")
+    (own,) = (copy / "rank_0").iterdir()
+    reshard_mpi.transform(own, tmp_path / "sound", verify=True)
+    flip(copy / "rank_0", whole[300:301, 77:78])
+    for way in (own, own.parent):
+        with pytest.raises(ReshardError, match=r"'model\.w' is not what the source was committed with"):
+            reshard_mpi.transform(way, tmp_path / "read", verify=True)
+        (finding,) = (each for each in reshard_mpi.audit(way).findings if each.kind is FindingKind.SUM)
+        assert finding.tensor == "model.w"
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    few(1, [("safetensors", b'"model.fc.bias":{'), ("ckpt", b"model.fc.bias"), ("hf", b'"fc.bias":{')]),
+)
+def test_another_name_than_was_committed(tmp_path: Path, form: str, name: bytes) -> None:
+    """The tensor under it was never committed, and the one that was is gone."""
+    reshard_mpi.transform(training(tmp_path / "one.pt"), tmp_path / "out", to=form, verify=True)
+    copy = copied(tmp_path / "out", tmp_path / "copy")
+    (path,) = (path for path in copy.rglob("*") if path.suffix in (".safetensors", ".ckpt"))
+    content = path.read_bytes()
+    assert name in content
+    path.write_bytes(content.replace(name, name.replace(b"fc.bias", b"fc.bibs")))
+    with pytest.raises(ReshardError, match=r"fc\.bias[^']*' was committed, and is not in the source") as error:
+        reshard_mpi.transform(copy, tmp_path / "read", to="safetensors", verify=True)
+    assert "fc.bibs" in error.value.got
+    (finding,) = (each for each in reshard_mpi.audit(copy).findings if each.kind is FindingKind.SUM)
+    assert "fc.bias" in finding.tensor
+    reshard_mpi.transform(path, tmp_path / "unverified", to="safetensors")
+
+
+def test_the_folder_of_a_save_that_was_renamed(tmp_path: Path) -> None:
+    reshard_mpi.transform(training(tmp_path / "one.pt"), tmp_path / "out", to="megatron", verify=True)
+    for folder in (copied(tmp_path / "out", tmp_path / "copy"), tmp_path / "out"):
+        (own,) = folder.glob("iter_*")
+        renamed = own.rename(folder / "iter_0000123")
+        report = reshard_mpi.transform(renamed, tmp_path / f"of_{folder.name}", to="torch", verify=True)
+        assert any("has sums of files that are not there" in warning for warning in report.warnings)
+
+
+def test_a_committed_file_that_no_index_names(tmp_path: Path) -> None:
+    """The largest tensor fills a file of Megatron's by itself, so the first one has a count of steps alone."""
+    reshard_mpi.transform(
+        training(tmp_path / "one.pt"), tmp_path / "out", to="megatron", verify=True, max_shard_size=80
+    )
+    (own,) = (tmp_path / "out").glob("iter_*")
+    path = own / "__0_0.distcp"
+    assert path.name.encode() not in (own / ".metadata").read_bytes()
+    reshard_mpi.verify(tmp_path / "out")
+    assert not [each for each in reshard_mpi.audit(tmp_path / "out").findings if each.severity == "error"]
+    content = path.read_bytes()
+    middle = len(content) // 2
+    for spoiled in (content[:-4], b"", content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]):
+        path.write_bytes(spoiled)
+        with pytest.raises(ReshardError):
+            reshard_mpi.verify(tmp_path / "out")
+        assert any(path.name in each.file for each in reshard_mpi.audit(tmp_path / "out").findings)
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+@pytest.mark.parametrize("form", ["deepspeed", "in slices"])
+def test_an_audit_tells_a_file_that_breaks_its_own_checksum(tmp_path: Path, form: str, *, is_committed: bool) -> None:
+    reshard_mpi.transform(training(tmp_path / "one.pt"), tmp_path / "out", verify=True, **PACKED[form])
+    copy = copied(tmp_path / "out", tmp_path / "copy")
+    if not is_committed:
+        (copy / "reshard.json").unlink()
+    assert "sums" in reshard_mpi.audit(copy).checked
+    flip(copy, MOMENTS["fc.bias"][:3])
+    findings = [each for each in reshard_mpi.audit(copy).findings if each.kind is FindingKind.SUM]
+    assert any("own checksum" in each.detail for each in findings)
+
+
+@pytest.mark.parametrize("form", few(1, ["megatron", "safetensors"]))
+def test_an_audit_with_a_map_or_of_megatron(tmp_path: Path, form: str) -> None:
+    reshard_mpi.transform(training(tmp_path / "one.pt"), tmp_path / "out", to=form, verify=True)
+    copy = copied(tmp_path / "out", tmp_path / "copy")
+    maps: tuple[dict[str, Any], ...] = ({}, {"map": "{p*} <=> {p*}"})
+    for how in maps:
+        report = reshard_mpi.audit(copy, **how)
+        assert "sums" in report.checked and not [each for each in report.findings if each.kind is FindingKind.SUM]
+    flip(copy, MOMENTS["fc.bias"][:3])
+    for how in maps:
+        (finding,) = (each for each in reshard_mpi.audit(copy, **how).findings if each.kind is FindingKind.SUM)
+        assert "fc.bias" in finding.tensor

@@ -16,7 +16,7 @@ import math
 import sys
 from collections.abc import Mapping
 
-from reshard_mpi.errors import ShardError, TargetError
+from reshard_mpi.errors import ChecksumError, ShardError, TargetError
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.ckpt.wire import (
@@ -411,7 +411,7 @@ def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = F
 
 
 def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
-    """Tell whether the file at `path` ends in a CRC-32. Raises ShardError if that is not of what comes before it."""
+    """Tell whether the file at `path` ends in a CRC-32. Raises ChecksumError if that is not of what comes before it."""
     with structure.opened(path) as file:
         summed_bytes = file.size_bytes - CRC_BYTES
         trailer = file.read(summed_bytes, CRC_BYTES) if summed_bytes >= 0 else b""
@@ -420,7 +420,7 @@ def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
         expected = int.from_bytes(trailer[len(CRC_MARK) :], "big")
         computed = structure.crc32_of(file, (0, summed_bytes), on_bytes=on_bytes)
         if computed != expected:
-            raise ShardError(
+            raise ChecksumError(
                 "a checkpoint does not fit its own checksum: it is damaged",
                 expected=f"CRC-32 {expected:08x}, as its last {CRC_BYTES} bytes say",
                 got=f"{computed:08x}",

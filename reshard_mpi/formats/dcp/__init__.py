@@ -387,7 +387,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
 
 
 def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
-    """Tell whether every item of a file has checksums. Raises ShardError if one does not fit.
+    """Tell whether every item of a file has checksums. Raises ChecksumError if one does not fit.
 
     What this program writes has none, nor has the metadata.
     """

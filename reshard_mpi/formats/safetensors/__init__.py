@@ -33,7 +33,7 @@ from json.encoder import encode_basestring
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard_mpi.errors import ShardError, TargetError
+from reshard_mpi.errors import ChecksumError, ShardError, TargetError
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.manifest import (
@@ -373,7 +373,7 @@ def add_crc(fd: int, path: str) -> None:
 
 
 def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
-    """Tell whether the file at `path` has a checksum. Raises ShardError if it does not fit names and contents."""
+    """Tell whether the file at `path` has a checksum. Raises ChecksumError if it does not fit names and contents."""
     with structure.opened(path) as file:
         contents = read(file)
         if contents.crc is None:
@@ -383,7 +383,7 @@ def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
         except NotChecksummableError as error:
             actual = f"none that can be: {error.name!r} is {error.value}"
         if actual != contents.crc.strip(" "):
-            raise ShardError(
+            raise ChecksumError(
                 "a checkpoint does not fit its own checksum: it is damaged, or has that of another file",
                 expected=f"CRC-32 {contents.crc!r}, as its {CRC} says",
                 got=actual,

@@ -49,7 +49,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
 
 
 def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
-    """Tell whether a file has MindSpore's checksum. Raises ShardError if it does not fit that."""
+    """Tell whether a file has MindSpore's checksum. Raises ChecksumError if it does not fit that."""
     return path.endswith(_SUFFIX) and safetensors.check_crc(path, on_bytes)
 
 

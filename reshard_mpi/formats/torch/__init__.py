@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 from zlib import crc32
 
-from reshard_mpi.errors import ShardError
+from reshard_mpi.errors import ChecksumError, ShardError
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import DType
@@ -251,7 +251,7 @@ def _own_strings(content: FileContent, path: str) -> Mapping[str, str] | None:
     match record:
         case {"pickle_crc": int() as crc, "strings": dict() as strings} if crc == content.pickle_crc:
             if content.found_crc != crc:
-                raise ShardError(
+                raise ChecksumError(
                     "data.pkl of a shard does not fit its own checksum: it is damaged",
                     expected=f"CRC-32 {crc:08x}, as when it was written",
                     got=f"{content.found_crc:08x}",
@@ -394,7 +394,7 @@ def seal(fd: int, path: str, sums: Mapping[str, int] = NO_SUMS, *, crc: bool = F
 
 
 def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
-    """Tell whether every member of the file has a checksum. Raises ShardError if one does not fit.
+    """Tell whether every member of the file has a checksum. Raises ChecksumError if one does not fit.
 
     torch can be told to leave them out; then they are 0. Files of the older layout have none.
     """
@@ -403,7 +403,7 @@ def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
 
 
 def check_members(file: SourceFile, members: Mapping[str, archive.Member], on_bytes: OnBytes) -> bool:
-    """Tell whether every member of an archive has a checksum. Raises ShardError if one does not fit.
+    """Tell whether every member of an archive has a checksum. Raises ChecksumError if one does not fit.
 
     Args:
         on_bytes: told how many bytes have just been read.
@@ -412,7 +412,7 @@ def check_members(file: SourceFile, members: Mapping[str, archive.Member], on_by
         return False
     for (name, member), crc in zip(members.items(), _sums(file, members, on_bytes)):
         if int.from_bytes(crc, "little") != member.crc:
-            raise ShardError(
+            raise ChecksumError(
                 "a member of a shard does not fit its own checksum: it is damaged",
                 expected=f"CRC-32 {member.crc:08x}, as the directory says",
                 got=f"{int.from_bytes(crc, 'little'):08x}",
