@@ -57,8 +57,15 @@ def real_path(path: Path | str) -> Path:
 
 
 def absolute_path(path: Path | str) -> Path:
-    """Return the path from the root on, links as they are; an address in an object store is one."""
-    return Path(path) if is_object_path(path) else Path(os.path.abspath(path))  # noqa: PTH100 - not to follow links
+    """Return the path from the root on, links as they are; an address in an object store is one.
+
+    But a link before `..` is followed: the folder above is that of where it leads to.
+    """
+    if is_object_path(path):
+        return Path(path)
+    parts = Path(path).absolute().parts
+    behind = len(parts) - parts[::-1].index("..") if ".." in parts else 1
+    return Path(real_path(Path(*parts[:behind])) if behind > 1 else parts[0], *parts[behind:])
 
 
 def described(path: Path) -> str:

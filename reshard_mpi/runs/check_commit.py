@@ -77,8 +77,14 @@ def _commit_of_folder(files: ShardFiles) -> CommittedSums:
     besides = {
         own[path]: record.besides[rank] for rank, path in paths.items() if path in own and rank in record.besides
     }
-    are_all = own.keys() >= {*paths.values()}
-    return CommittedSums(record.sums, besides, formats.info(record.run.format).packs, are_all)
+    are_all, sums = own.keys() >= {*paths.values()}, record.sums
+    if files.by_branch and sums:  # their tensors have the names of the branch before their own
+        of_ranks = (map(files.locate, of_rank) for of_rank in files.by_rank.values())
+        of_files = [names_in_branches([*branches], files.path) for branches in of_ranks]
+        committed = {own[path] for path in paths.values() if path in own}
+        names = {old: new for of in of_files for path in of.keys() & committed for old, new in of[path].items()}
+        sums = {names.get(name, name): value for name, value in sums.items()}
+    return CommittedSums(sums, besides, formats.info(record.run.format).packs, are_all)
 
 
 def _warnings_of_renamed(folder: Path) -> Iterator[str]:

@@ -284,3 +284,40 @@ def test_an_audit_with_a_map_or_of_megatron(tmp_path: Path, form: str) -> None:
     for how in maps:
         (finding,) = (each for each in reshard_mpi.audit(copy, **how).findings if each.kind is FindingKind.SUM)
         assert "fc.bias" in finding.tensor
+
+
+@pytest.mark.parametrize("committed", ["model", "optim"])
+def test_loose_branches_in_rank_folders(tmp_path: Path, committed: str) -> None:
+    """The record names the files of one branch, whose tensors have other names as a part of the whole."""
+    (tmp_path / "cut.toml").write_text(CUT.replace('"*step"', '"*step"\noptional = true'))
+    state = {name: {"exp_avg": array} for name, array in MOMENTS.items()}
+    branches = {"model": WHOLE, "optim": {"state": state, "param_groups": [{"params": list(WHOLE)}]}}
+    how: dict[str, Any] = {"to": "torch", "verify": True, "dst_strategy": tmp_path / "cut.toml"}
+    for seed, name in enumerate(("one", "other")):
+        for branch, content in branches.items():
+            source = saved(tmp_path / f"{name}_{branch}.pt", content, added=seed)
+            reshard_mpi.transform(source, tmp_path / name / branch, prefix=f"{branch}_", **how)
+    joined = copied(tmp_path / "one/model", tmp_path / "joined")
+    shutil.copytree(copied(tmp_path / "one/optim", tmp_path / "optim"), joined, dirs_exist_ok=True)
+    shutil.copy(tmp_path / "one" / committed / "reshard.json", joined)
+    reading: dict[str, Any] = {"to": "torch", "verify": True, "src_strategy": tmp_path / "cut.toml"}
+    reshard_mpi.transform(joined, tmp_path / "sound", **reading)
+    file = f"rank_1/{committed}_1.pt"
+    shutil.copy(tmp_path / "other" / committed / file, joined / file)
+    with pytest.raises(ReshardError, match="is not what the source was committed with"):
+        reshard_mpi.transform(joined, tmp_path / "torn", **reading)
+
+
+def test_the_folder_above_the_one_that_a_link_leads_to(tmp_path: Path) -> None:
+    """Text alone would take `link/..` for the folder that holds the link, where another checkpoint lies."""
+    for seed, folder in enumerate((tmp_path, tmp_path / "real")):
+        source = training(folder / "one.pt", added=seed)
+        reshard_mpi.transform(source, folder / "out", to="ckpt", verify=True)
+    (tmp_path / "real/inner").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real/inner")
+    way = f"{tmp_path}/link/../out"
+    reshard_mpi.verify(way)
+    flip(tmp_path / "real/out", WHOLE["fc.weight"] + 1)
+    reshard_mpi.verify(tmp_path / "out")
+    with pytest.raises(ReshardError):
+        reshard_mpi.verify(way)
