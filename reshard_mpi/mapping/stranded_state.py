@@ -25,6 +25,7 @@ from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Form, Optimizer
 from reshard_mpi.mapping.result import DerivedTensor, MapResult
 from reshard_mpi.mapping.tensor_kinds import (
     STATE_WORDS,
+    dotted,
     ends_of,
     has_shape_of,
     is_behind_parameter,
@@ -64,8 +65,8 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
     match_of = {name: match for match in matches for name in match.names}
     for name in joined:
         _require_not_joined(name, match_of)
-    ends = frozenset(end for name in others if name not in match_of for end in (name, *ends_of(name)))
-    all_ends = frozenset(end for name in others for end in (name, *ends_of(name)))
+    ends = frozenset(end for name in others if name not in match_of for end in (dotted(name), *ends_of(name)))
+    all_ends = frozenset(end for name in others for end in (dotted(name), *ends_of(name)))
     match_of_shape = {inventory[name].shape: match for name, match in match_of.items()}
     for name in states:
         numbered = match_of_shape.get(inventory[name].shape)
@@ -122,11 +123,11 @@ def keeps_its_name(name: str, owner: str, match_of: Mapping[str, Match], shapes:
         owner: the parameter, or nothing.
     """
     match = match_of.get(owner)
-    end = next((end for end in ends_of(owner) if f".{end}." in f".{name}."), None)
+    end = next((end for end in ends_of(owner) if f".{end}." in f".{dotted(name)}."), None)
     if match is None or end is None or match.equal or len(match.sources) != 1 or not is_copied(match, shapes):
         return False
-    begin = owner.removesuffix(end)
-    return all(f".{name}".endswith(f".{end}") and not name.startswith(begin) for name in match.targets.values())
+    begin, targets = dotted(owner).removesuffix(end), map(dotted, match.targets.values())
+    return all(f".{name}".endswith(f".{end}") and not name.startswith(begin) for name in targets)
 
 
 def _is_left(match: Match, shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -145,8 +146,12 @@ def copies_that_stay(kept: Iterable[str], taken: Iterable[Match], inventory: Inv
     """
     shapes = {name: kind.shape for name, kind in inventory.items()}
     arranged = {name for match in taken if not is_copied(match, shapes) for name in match.sources.values()}
+    by_dots = {dotted(name): shapes[name] for name in arranged}
     shape_of = {
-        name.removeprefix(begin): shapes[name] for name in arranged for begin in _MODELS if name.startswith(begin)
+        name.removeprefix(begin): shape
+        for name, shape in by_dots.items()
+        for begin in _MODELS
+        if name.startswith(begin)
     }
     copies = [
         name
@@ -208,7 +213,7 @@ def require_none_as_parameter(
         return
     parameters = _byends_of_names(match for match in taken if not _is_left(match, shapes))
     others = [name for name in inventory if not is_named_like_state(name)]
-    ends = frozenset(end for name in others if name not in match_of for end in (name, *ends_of(name)))
+    ends = frozenset(end for name in others if name not in match_of for end in (dotted(name), *ends_of(name)))
     for name in states:
         own, parted = match_of[name], parted_anywhere(name, inventory)
         stays = is_copied(own, shapes) and [*own.targets.values()] == [name]
@@ -229,7 +234,8 @@ def _go_along(name: str, own: Match, parameter: str, match: Match, shapes: Mappi
     """
     if len(own.targets) != 1 or len(match.targets) != 1:
         return False
-    (new_name,), (new_parameter,) = own.targets.values(), match.targets.values()
+    (new_name,), (new_parameter,) = map(dotted, own.targets.values()), map(dotted, match.targets.values())
+    name, parameter = dotted(name), dotted(parameter)
     end = next((end for end in (parameter, *ends_of(parameter)) if f".{end}." in f".{name}."), "")
     before, _, behind = f".{name}.".partition(f".{end}.")
     new_end = f".{new_name}.".removeprefix(f"{before}.").removesuffix(f".{behind}")
@@ -256,6 +262,7 @@ def _is_numbered(name: str, ends: Container[str]) -> bool:
             `optimizer.state.0.weight.exp_avg` is of `0.weight`.
     """
     words = STATE_WORDS.intersection(parts_of(name)) - {STATE_KEY}
+    name = dotted(name)
     number = _NUMBER.search(name)
     if not words or number is None:
         return False
@@ -293,8 +300,9 @@ def _named_in_part(
             taken = [each for each in parameters.get(end, ()) if each[0] != name]
             if taken and not STATE_WORDS.isdisjoint((*before, *behind)):
                 for parameter, match in taken:
-                    if may_be_state(before, behind, parameter.removesuffix(end), others):
-                        is_kept = any(f".{target}".endswith(f".{end}") for target in match.targets.values())
+                    if may_be_state(before, behind, dotted(parameter).removesuffix(end), others):
+                        targets = map(dotted, match.targets.values())
+                        is_kept = any(f".{target}".endswith(f".{end}") for target in targets)
                         yield parameter, match, before[-1:] in (("state",), ("param_groups",)), not is_kept
             elif end in ends:
                 return

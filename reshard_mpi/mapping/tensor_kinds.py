@@ -17,6 +17,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.errors import MapError
+from reshard_mpi.sharding.strategy import named_after
 
 if TYPE_CHECKING:
     from reshard_mpi.mapping.direction import Direction, Inventory
@@ -266,7 +267,7 @@ def owners_in_part(shapes: Mapping[str, tuple[int, ...]], told: Mapping[str, str
     # What may be a module comes first: it may have state itself.
     modules = {name for name, words in words_of.items() if words and words <= MODULE_WORDS}
     for name, owner, end, affixes in _in_part(modules.difference(owner_of.values()), parameters, ()):
-        before, behind, begin = parts_of(affixes.before), parts_of(affixes.behind), owner.removesuffix(end)
+        before, behind, begin = parts_of(affixes.before), parts_of(affixes.behind), dotted(owner).removesuffix(end)
         if _is_beside_model(before, behind, begin):
             owner_of[name] = owner
         elif has_shape_of(name, owner, shapes) and may_be_state(before, behind, begin, parameters):
@@ -289,15 +290,15 @@ def _in_part(
     Args:
         parameters: those that state is looked for of; modules: others, which are asked where none of these ends so.
     """
-    every = {*parameters, *modules}
+    every = {dotted(name): name for name in (*parameters, *modules)}
     ends = {end for name in every for end in ends_of(name) if not end.isdecimal()}  # torch has numbers
-    known = ends | every
-    found = ((name, parted_anywhere(name, known)) for name in names)
+    known = ends | every.keys()
+    found = ((name, parted_anywhere(dotted(name), known)) for name in names)
     parted = [(name, *each) for name, each in found if each is not None and each[0] not in every]
     parted = [each for each in parted if not STATE_WORDS.isdisjoint(parts_of(each[2].before)[-1:])]
     used = frozenset(end for _, end, _ in parted)
     by_end: dict[str, list[str]] = {}
-    for name in every:
+    for name in every.values():
         by_end.setdefault(next((end for end in ends_of(name) if end in used), ""), []).append(name)
     for name, end, affixes in parted:
         own = by_end.get(end, [])
@@ -318,7 +319,7 @@ def may_be_state(before: Sequence[str], behind: Sequence[str], begin: str, other
         others: the names of all tensors that are not named as state is.
     """
     is_beside = _is_beside_model(before, behind, begin)
-    return is_beside or all(name.startswith(begin) for name in others if "." in name)
+    return is_beside or all(name.startswith(begin) for name in map(dotted, others) if "." in name)
 
 
 def _is_beside_model(before: Sequence[str], behind: Sequence[str], begin: str) -> bool:
@@ -331,11 +332,14 @@ def _is_of_optimizer(parts: Sequence[str]) -> bool:
     return not STATE_WORDS.intersection(parts) <= MODULE_WORDS
 
 
+def dotted(name: str) -> str:
+    """Return a name with dots for the slashes of groups; texts around a part of it are compared so."""
+    return name.replace("/", ".")
+
+
 def ends_of(name: str) -> Iterator[str]:
-    """Yield the text behind each dot of a name."""
-    while "." in name:
-        name = name.partition(".")[2]
-        yield name
+    """Yield the text behind each dot or slash of a name, with dots in it."""
+    return named_after(dotted(name))
 
 
 def with_state(names: Collection[str]) -> frozenset[str]:
@@ -343,25 +347,25 @@ def with_state(names: Collection[str]) -> frozenset[str]:
 
     So has `ema.w` if there are `adam_m.ema.w` and `adam_m.w`.
     """
+    by_dots = {dotted(name): name for name in names}
     parameters = set()
-    for name in names:
+    for name in by_dots:
         _, found, rest = f".{name}".partition(f".{STATE_KEY}.")
         while found and rest:
             rest = rest.rpartition(".")[0]
-            if rest in names:
+            if rest in by_dots:
                 parameters.add(rest)
                 break
-    words_of = ((name, STATE_WORDS.intersection(parts_of(name))) for name in names)
-    modules = [name for name, words in words_of if words and words <= MODULE_WORDS]
-    parted = {name: parted_anywhere(name, names) for name in modules}
-    owner_of = {name: owner[0] for name, owner in parted.items() if owner is not None}
-    for name in names if owner_of else ():
+    words_of = ((name, STATE_WORDS.intersection(parts_of(name))) for name in by_dots)
+    parted = ((name, parted_anywhere(name, by_dots)) for name, words in words_of if words and words <= MODULE_WORDS)
+    owner_of = {name: owner[0] for name, owner in parted if owner is not None}
+    for name in by_dots if owner_of else ():
         head, dot, key = name.rpartition(".")
         around = [(end, NameAffixes(name.removesuffix(end), "")) for end in ends_of(name)]
         for own, affixes in (*around, (head, NameAffixes("", f"{dot}{key}"))):
-            if own in owner_of and affixes.is_of_optimizer and affixes.around(owner_of[own]) in names:
+            if own in owner_of and affixes.is_of_optimizer and affixes.around(owner_of[own]) in by_dots:
                 parameters.add(own)
-    return frozenset(parameters)
+    return frozenset(map(by_dots.__getitem__, parameters))
 
 
 def owned_by(name: str, owner_of: Mapping[str, str]) -> Iterator[str]:
@@ -392,11 +396,8 @@ def parted_by(
     name: str, all_affixes: Iterable[NameAffixes], inventory: Container[str]
 ) -> tuple[str, NameAffixes] | None:
     """Return the parameter that owns a state tensor and the affixes of the name, if that is known."""
-    for affixes in all_affixes:
-        base = affixes.within(name)
-        if base is not None and base in inventory:
-            return base, affixes
-    return None
+    bases = ((affixes.within(name), affixes) for affixes in all_affixes)
+    return next(((base, affixes) for base, affixes in bases if base is not None and base in inventory), None)
 
 
 def parted_anywhere(name: str, inventory: Container[str]) -> tuple[str, NameAffixes] | None:
@@ -430,8 +431,8 @@ def is_behind_parameter(parts: Sequence[str], length: int) -> bool:
 
 def is_named_as_state(name: str, base: str) -> bool:
     """Tell whether a name is a parameter's name behind words that include an optimizer's."""
-    before = name.removesuffix(f".{base}")
-    return before != name and not STATE_WORDS.isdisjoint(parts_of(before))
+    before, _, rest = dotted(name).rpartition(f".{dotted(base)}")
+    return not rest and not STATE_WORDS.isdisjoint(parts_of(before))
 
 
 def source_affixes(rule: EquationRule, direction: Direction) -> NameAffixes:

@@ -260,23 +260,22 @@ class Pattern:
         return True
 
     def ends(self, name: str) -> Iterator[int]:
-        """Yield the positions after dots in `name` from which on it matches, ascending.
+        """Yield the positions after dots and slashes in `name` from which on it matches, ascending.
 
         Not for a pattern that begins with `*`.
         """
-        if self.is_plain:
-            if name.endswith("." + self.text):
-                yield len(name) - len(self.text)
-            return
-        last = self._last(name)
-        dot = name.find("." + self._begin)
-        while 0 <= dot < last:
-            if self._regex is None or self._regex.match(name, dot + 1) is not None:
-                yield dot + 1
-            dot = name.find("." + self._begin, dot + 1)
+        last = len(name) - len(self.text) if self.is_plain else self._last(name)
+        for end in ends_of(name) if last > 0 and name.endswith(self._end) else ():
+            if end > last:
+                return
+            if self.is_plain:
+                if name[end:] == self.text:
+                    yield end
+            elif name.startswith(self._begin, end) and (self._regex is None or self._regex.match(name, end)):
+                yield end
 
     def _last(self, name: str) -> int:
-        """Return a position that lies behind every dot after which it can match; -1 if it matches no end of `name`."""
+        """Return a position that no end which it can match begins behind; -1 if it matches no end of `name`."""
         if not name.endswith(self._end):
             return -1
         position = len(name) - len(self._end)
@@ -330,13 +329,13 @@ class Patterns:
         return plain_number
 
     def ends(self, name: str) -> Iterator[int]:
-        """Yield the positions after dots from which on `name` is matched by a pattern other than `*`, ascending.
+        """Yield the positions after dots and slashes from which on a pattern other than `*` matches `name`, ascending.
 
         The whole name must not be matched so: then no pattern that begins with `*` matches an end of it.
         """
         ends: set[int] = set()
         for (begin, end), entries in self._wild.items():
-            if name.endswith(end) and f".{begin}" in name:
+            if name.endswith(end) and begin in name:
                 for number, pattern in entries:
                     if number < self._catching and not pattern.begins_with_any:
                         ends.update(pattern.ends(name))
@@ -346,7 +345,8 @@ class Patterns:
 
 
 def ends_of(name: str) -> Iterator[int]:
-    """Yield the positions after the dots of `name`."""
+    """Yield the positions after the dots of `name`, and after the slashes of groups."""
+    name = name.replace("/", ".")
     dot = name.find(".")
     while dot >= 0:
         yield dot + 1

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support.checkpoints import write_ranks
+from support.checkpoints import read_shard, write_ranks
 from support.command_line import done, run_here
 from support.examples import few
 from support.full_checkpoints import Tensors, assert_held, floats, held, map_of, source_of
@@ -666,3 +666,48 @@ def test_state_of_state_that_follows_follows_it(tmp_path: Path, second: str, equ
     assert_held(
         tmp_path / "dst", others | {name: array.T if "[" in equation else array for name, array in turned.items()}
     )
+
+
+_TURN = "model.{p*}.kernel [x y] <=> model.{p*}.weight [y x]"
+_CUT = 'mesh = { card = 2 }\n[[parameter]]\nmatch = "model.fc.kernel"\nsplit = { 0 = ["card"] }\n'
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"map": _TURN, "forward": True},
+        {"map": "{p*}.kernel [x y] <=> {p*}.weight [y x]", "forward": True},
+        {"map": "model.{p*} <=> net.{p*}", "forward": True},
+        {"map": "model.fc.kernel [x y] <=> model.fc.weight [y x]", "forward": True},
+        {"map": "{p*} <=> net.{p*}", "forward": True},
+        {"exclude": "model.fc.*"},
+        {"exclude": "model.fc.*", "map": "model.b.{p*} <=> model.c.{p*}", "forward": True},
+        {"dst_strategy": _CUT},
+        {"dst_strategy": _CUT.replace("model.", "")},
+        {"dst_strategy": _CUT.replace("model.fc", "model.[a-f]?"), "unlisted": "drop"},
+        {"dst_strategy": f'{_CUT.replace("model.fc", "*.fc")}[[parameter]]\nmatch = "*"\n'},
+    ],
+)
+@pytest.mark.parametrize("state", few(1, ["optimizer.exp_avg.{}", "exp_avg.model.{}", "adam_m.model.{}", "ema.{}"]))
+def test_slashes_divide_names_as_dots_do(tmp_path: Path, state: str, options: dict[str, Any]) -> None:
+    """Groups of HDF5 have slashes between the parts of names."""
+    kernels = {name: floats(2, 4) + number for number, name in enumerate(("fc.kernel", "b.kernel"))}
+    dotted = {f"model.{name}": array for name, array in kernels.items()}
+    dotted |= {state.format(name): array + 50 for name, array in kernels.items()}
+    results: list[Any] = []
+    for mark in (".", "/"):
+        folder = tmp_path / f"{ord(mark)}"
+        folder.mkdir()
+        source = source_of(folder, {name.replace(".", mark): array for name, array in dotted.items()})
+        asked = {key: text.replace(".", mark) if isinstance(text, str) else text for key, text in options.items()}
+        if "dst_strategy" in asked:
+            (folder / "cut.toml").write_text(asked["dst_strategy"])
+            asked["dst_strategy"] = folder / "cut.toml"
+        try:
+            report = reshard_mpi.transform(source, folder / "dst", **asked)
+        except reshard_mpi.ReshardError as error:
+            results.append(error.problem.replace(mark, "."))
+            continue
+        ranks = [read_shard(Path(target.path)) for target in report.targets]
+        results.append([{n.replace(mark, "."): tensor for n, tensor in own.items()} for own in ranks])
+    assert results[0] == results[1]
