@@ -79,8 +79,8 @@ def convert(
     due = planned.due
     stage = ProgressStage(name, due.size_bytes, due.targets, ready=due.ready, phases=phases)
     progress.begin(stage, plans.own_bytes, plans.led_bytes)
-    own = plans.report.outcome.joined([write_targets(plans, comm, memory, progress)])
-    outcome = outcome._replace(processes=comm.size).joined(comm.allgather(own))
+    written = comm.allgather(write_targets(plans, comm, memory, progress))
+    outcome = outcome._replace(processes=comm.size).joined(written)
     if not request.recorded and request.files is None:
         return outcome
     # Even if targets have failed: another run may have made them meanwhile, and left it to this one to commit.

@@ -70,7 +70,7 @@ class Storages:
         self._prefix = prefix
 
     @property
-    def readers(self) -> PickleHooks:
+    def hooks(self) -> PickleHooks:
         """The hooks with which the pickle is read."""
         return PickleHooks(self._storage, CALLS)
 
@@ -175,7 +175,7 @@ def _member_bytes(file: SourceFile, member: Member, most_bytes: int, name: str) 
 
 def _unpickled(data: bytes, storages: Storages, path: str, budget_bytes: int) -> Value:
     try:
-        root, end = load(data, readers=storages.readers, budget_bytes=budget_bytes)
+        root, end = load(data, hooks=storages.hooks, budget_bytes=budget_bytes)
         if end != len(data):
             raise PickleError("a pickle ends before its member does", end)
     except PickleError as error:
@@ -206,7 +206,7 @@ def _legacy_content(data: bytes, file: SourceFile, prefix: str) -> FileContent:
     if protocol != _PROTOCOL or type(is_little) is not bool:
         raise PickleError("an older checkpoint of torch has an unknown beginning", offset)
     storages = Storages(prefix)
-    root, offset = load(data, offset, storages.readers)
+    root, offset = load(data, offset, storages.hooks)
     keys, offset = load(data, offset)
     starts: dict[str, int] = {}
     checked, sizes = _checked(keys, storages, offset), [*_sizes(keys, storages, offset)]

@@ -89,7 +89,7 @@ PLAIN_CALLS: Mapping[Global, Callable[..., Value]] = {
     CODECS_ENCODE: decoded_bytes,
     BYTES: lambda: b"",
 }
-PLAIN_READERS = PickleHooks(no_persistent_ids, PLAIN_CALLS)
+PLAIN_HOOKS = PickleHooks(no_persistent_ids, PLAIN_CALLS)
 
 
 # Modules that serve to run something: a checkpoint that names one of them is none. What they would have done is not
