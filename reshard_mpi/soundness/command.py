@@ -262,7 +262,7 @@ class _Read(NamedTuple):
         return cls(opened, of_copies, summed, summed_files, contents, unreadable, state, unlike_weights, previous)
 
     def judged(self, request: Request) -> tuple[list[str], list[Finding]]:
-        """Judge what has been read, without definitions of models; return the names of the evidence, and the findings."""
+        """Judge all without definitions of models; return the names of the evidence, and the findings."""
         opened, contents, previous = self.opened, self.contents, self.previous
         commit = None if request.map else commit_of(opened.source.files)
         committed = {} if commit is None or commit.packs else commit.sums
