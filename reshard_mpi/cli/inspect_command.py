@@ -1,4 +1,7 @@
-"""Print a checkpoint, elements of its tensors, or statistics over them: `inspect` (`inspect_command`)."""
+"""Read the options of `inspect`, and print elements of tensors or statistics over them (`inspect_command`).
+
+The lines about a whole checkpoint come from `checkpoints/contents`.
+"""
 
 from __future__ import annotations
 

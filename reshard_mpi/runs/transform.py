@@ -20,8 +20,7 @@ from functools import partial, reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.checkpoints.compare_replicas import compare, comparing_bytes
-from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, ShardError, TransformError
-from reshard_mpi.errors import told as error_told
+from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, ShardError, TransformError, told
 from reshard_mpi.journal.commit import commit_if_complete
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.comparison_choice import ReplicaGroup, partition_for
@@ -329,7 +328,7 @@ def _commit(plans: TargetPlans, outcome: Outcome) -> Outcome:
     except (OSError, ShardError) as error:  # a ShardError is about a target, which the index is made of
         raise TransformError(
             "the targets are complete, but the commit record could not be written",
-            got=str(error) if isinstance(error, OSError) else error_told(error),
+            got=str(error) if isinstance(error, OSError) else told(error),
             where=str(journal.folder),
             remedy="mend the cause, then reshard-mpi commit",
         ) from error

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from reshard_mpi.errors import ReshardError, StrategyError, TargetError
-from reshard_mpi.filesystem.paths import described, is_object_path, is_replaceable
+from reshard_mpi.filesystem.paths import described, is_file_or_nothing, is_object_path
 from reshard_mpi.sharding.mindspore_json import StageFile, encode_json, parse_json, place
 from reshard_mpi.sharding.mindspore_layouts import by_stage, merged_stages, stage_unknown, to_placement
 from reshard_mpi.sharding.mindspore_protobuf import encode_protobuf, merge_protobuf
@@ -33,7 +33,7 @@ def merge(sources: str | Sequence[str], out: str) -> None:
     target = Path(out)
     if not target.name:
         raise TargetError("the merged strategy needs a file name", got=repr(out), remedy="give the path of a file")
-    if not is_replaceable(target):
+    if not is_file_or_nothing(target):
         raise TargetError(
             "the merged strategy cannot be written",
             expected="a file in its place, or nothing",

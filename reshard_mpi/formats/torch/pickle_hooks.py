@@ -1,4 +1,4 @@
-"""Define the hooks by which a caller builds objects from a pickle, and errors (`PickleHooks`)."""
+"""Define hooks that build objects from a pickle (`PickleHooks`), and which names run code (`runs_code`)."""
 
 from __future__ import annotations
 
