@@ -117,7 +117,7 @@ class StoreUnreachableError(StoreError):
 
 
 class TransformError(ReshardError):
-    """Some targets failed while they were written; the others are complete."""
+    """The run could not complete: targets failed, are incomplete, or a process died."""
 
     exit_code = 4
 
@@ -157,7 +157,11 @@ def told(error: Exception) -> str:
 
 
 def as_reshard_error(error: Exception, path: Path | None = None) -> ReshardError:
-    """Return `error` as a ReshardError, which can be sent between processes. path: the file, if `error` names none."""
+    """Return a ReshardError, OSError or MemoryError as a ReshardError, which can be sent between processes.
+
+    Args:
+        path: the file, if `error` names none.
+    """
     if isinstance(error, ReshardError):
         return error
     if isinstance(error, OSError):

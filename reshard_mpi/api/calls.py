@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# How far apart two calls are.
+# The least time between two calls of the caller's progress function.
 _INTERVAL_SECONDS = 0.5
 
 OnProgress = Callable[[RunStatus], object]
@@ -44,7 +44,7 @@ _ALL, _BACKWARDS = slice(None), slice(None, None, -1)
 
 
 class CallbackDisplay(Display):
-    """The display of a caller's function. If it raises, the error is logged, and it is not called again."""
+    """Tells a caller's function the progress. If that raises, the error is logged, and it is not called again."""
 
     def __init__(self, on_progress: OnProgress | None) -> None:
         super().__init__()
@@ -75,9 +75,9 @@ class CallbackDisplay(Display):
 
 
 def shown_to(on_progress: OnProgress | None, comm: Comm) -> AbstractContextManager[Progress]:
-    """Give the progress of a run, which a caller's function is told until its end. Every process must call this.
+    """Return a context with the progress of a run; a caller's function is told of it until it ends.
 
-    The function is called on rank 0, if it is given there.
+    Every process must call this. The function is called on rank 0, if it is given there.
     """
     if not any(comm.allgather(on_progress is not None)):
         return nullcontext(Progress())
@@ -139,7 +139,7 @@ def run(
     """Do the work that a request asks for, in local processes or with a communicator; log its notes and warnings.
 
     Args:
-        progress: the caller's function that is told it.
+        progress: the caller's function that is told the progress.
 
     Raises the error that refused the run, or one for what has failed in it.
     """
@@ -245,10 +245,8 @@ def chosen_of(
         else:
             chosen.append(each[::-1])
             view.append(_BACKWARDS)
-    if view and view.count(_ALL) == len(view):
-        return chosen, None
     has_ellipsis = index is ... or (type(index) is tuple and any(each is ... for each in index))
-    if not view and has_ellipsis:
+    if view.count(_ALL) == len(view) and (view or has_ellipsis):
         return chosen, None
     # As in numpy, an index with `...` has an array for its result, be it one of no dimensions.
     return chosen, (*view, ...) if has_ellipsis else tuple(view)

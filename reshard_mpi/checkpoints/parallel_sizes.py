@@ -28,7 +28,7 @@ _NESTED = ("text_config", "llm_config", "language_config")
 # Larger numbers of ranks are not tried.
 _MOST_RANKS, _MOST_BY_SHAPE = 256, 64
 _MOST_NAMED = 3
-# Up to this number of ranks it is said at least why they do not fit.
+# Powers of two up to this are listed with what stands in their way, larger ones only up to twice what fits.
 _MOST_REFUSED = 8
 _EMBEDDING = re.compile(r"(?:^|[./])(?:\w*embed\w*|wte|tok_embeddings|shared)[./]", re.IGNORECASE)
 _POSITIONS = re.compile(r"position|wpe|rotary|type_embed", re.IGNORECASE)
@@ -87,7 +87,7 @@ class RankCount(NamedTuple):
 
     Attributes:
         obstacles: in words, what cannot be divided by it; none: the model can be cut so.
-        model_bytes, size_bytes: of the largest rank at the most: of the weights, and of all tensors.
+        model_bytes, size_bytes: the most bytes on any rank, of weights and of all tensors.
     """
 
     ranks: int
@@ -118,7 +118,7 @@ class PossibleSizes(NamedTuple):
         return "\n".join(map(one_line, self._lines()))
 
     def _lines(self) -> Iterator[str]:
-        sizes, parts = self.sizes, []
+        sizes = self.sizes
         known = (
             (sizes.layers, "layer"),
             (sizes.heads, "head"),
@@ -188,10 +188,10 @@ def parallel_sizes(
     model = _Model(tensors, quantized)
     own = model.sizes()
     notes = []
-    for what, unit in (("layers", "layers"), ("experts", "experts")):
+    for what in ("layers", "experts"):
         here, there = getattr(own, what), getattr(said, what)
         if here and there and here != there:
-            notes.append(f"{said.origin} says {there} {unit}, the names of tensors say {here}; these count")
+            notes.append(f"{said.origin} says {there} {what}, the names of tensors say {here}; these count")
     if said.heads is None:
         notes.append(
             "heads are not known: the shapes alone are looked at, which may be cut through heads"
@@ -255,7 +255,7 @@ class _Model:
     def _most_common(self, axis: int) -> int | None:
         """Return the length of most tensors along which layers (0) or experts (1) are stacked; None if none are."""
         lengths = Counter(
-            tensor.shape[self._stacked[name][0] * axis]
+            tensor.shape[self._stacked[name][0] * axis]  # experts are stacked behind layers, if both are
             for name, tensor in self._of_model.items()
             if self._stacked[name][axis]
         )

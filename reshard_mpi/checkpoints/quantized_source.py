@@ -108,9 +108,9 @@ def _value(text: str) -> Any:
 
 
 def _said(values: Mapping[str, Any], where: str) -> _Configuration | None:
-    from reshard_mpi.quantization.schemes import quantization_of
+    from reshard_mpi.quantization.schemes import quantization_config_of
 
-    content = quantization_of(values, where)
+    content = quantization_config_of(values, where)
     return None if content is None else _Configuration(content, where)
 
 

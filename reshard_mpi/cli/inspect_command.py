@@ -1,4 +1,7 @@
-"""Print a checkpoint, elements of its tensors, or statistics over them: `inspect` (`inspect_command`)."""
+"""Read the options of `inspect`, and print elements of tensors or statistics over them (`inspect_command`).
+
+The lines about a whole checkpoint come from `checkpoints/contents`.
+"""
 
 from __future__ import annotations
 
@@ -78,13 +81,13 @@ def _show_parallel_sizes(options: argparse.Namespace) -> None:
     from reshard_mpi.api.checkpoint import opened
     from reshard_mpi.checkpoints.parallel_sizes import TensorSize, parallel_sizes, sizes_said
     from reshard_mpi.mapping.map_file import read_configuration
-    from reshard_mpi.quantization.schemes import quantization_of
+    from reshard_mpi.quantization.schemes import quantization_config_of
 
     if options.others or options.rank or options.stats or options.toml:
         expected, got = "PATH alone", "GLOB, another path, --rank, --stats or --toml"
         raise UsageError("--parallel-sizes is of whole checkpoints", expected=expected, got=got)
     asked = request(options)
-    if asked.config and not asked.map and quantization_of(read_configuration(asked.config)[0]) is None:
+    if asked.config and not asked.map and quantization_config_of(read_configuration(asked.config)[0]) is None:
         asked = asked._replace(config=None)  # it tells sizes alone
     with opened(asked, 0, check=False) as checkpoint:
         tensors = {name: TensorSize(tensor.shape, tensor.dtype.itemsize) for name, tensor in checkpoint.items()}

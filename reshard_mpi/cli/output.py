@@ -34,11 +34,11 @@ _BEGINNING = b'{\n "version": 1,\n "source": '
 
 def may_be_report(path: str, target: str) -> bool:
     """Tell whether a report may take the name `path`: an existing file may be replaced only if it is a report."""
-    from reshard_mpi.filesystem.paths import is_replaceable
+    from reshard_mpi.filesystem.paths import is_file_or_nothing
     from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE
 
     real, commit_record = Path(os.path.realpath(path)), Path(os.path.realpath(target), COMMIT_RECORD)
-    if formats.name_of(path) or real == commit_record or STATE in real.parts or not is_replaceable(real):
+    if formats.name_of(path) or real == commit_record or STATE in real.parts or not is_file_or_nothing(real):
         return False
     if real.parent == commit_record.parent and formats.is_mark(real.name):
         return False

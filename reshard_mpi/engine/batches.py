@@ -265,17 +265,17 @@ def _take(window: memoryview, content: memoryview, moved: _Moved) -> None:
 
 def _take_converted(window: memoryview, content: memoryview, moved: _Moved) -> Numbers:
     """Do what `_take` does, with elements that become another type; return how many of each tensor are too large."""
-    from reshard_mpi.engine.elements import convert, raw_dtype
+    from reshard_mpi.engine.elements import convert_elements, raw_dtype
 
     stored, dtype, size = moved.route.stored, moved.route.dtype, moved.route.strides.size
     too_large = np.zeros(len(moved.starts), np.int64)
     for first, sources, targets in _steps(window, content, moved):
         elements = sources.array[sources.offsets].view(raw_dtype(stored))
         converted = np.empty(len(elements), raw_dtype(dtype))
-        if convert(elements, stored, converted, dtype):  # whose they are is looked at only then
+        if convert_elements(elements, stored, converted, dtype):  # whose they are is looked at only then
             for number, start in enumerate(range(0, len(elements), size), first):
                 part = slice(start, start + size)
-                too_large[number] = convert(elements[part], stored, converted[part], dtype)
+                too_large[number] = convert_elements(elements[part], stored, converted[part], dtype)
         targets.array[targets.offsets] = converted.view(targets.array.dtype)
     return too_large
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard_mpi.engine.elements import Array, assign, convert
+from reshard_mpi.engine.elements import Array, assign, convert_elements
 from reshard_mpi.errors import SourceError
 from reshard_mpi.formats.dtypes import BY_NAME, FLOATS, to_numpy
 from reshard_mpi.formats.tensor_table import TensorType
@@ -116,7 +116,7 @@ class _StoredPart(NamedTuple):
         if self.kind.dtype not in FLOATS:
             return self.typed.astype(np.float32)
         values = np.empty(self.raw.shape, np.float32)
-        convert(self.raw.reshape(-1), self.kind.dtype, values.reshape(-1).view(np.uint32), _FLOAT32)
+        convert_elements(self.raw.reshape(-1), self.kind.dtype, values.reshape(-1).view(np.uint32), _FLOAT32)
         return values
 
 

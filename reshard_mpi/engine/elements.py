@@ -1,4 +1,4 @@
-"""Convert elements to another type as torch's `Tensor.to` does, or into another order (`convert`).
+"""Convert elements to another type as torch's `Tensor.to` does, or into another order (`convert_elements`).
 
 That is torch 2.13 on a processor with AVX2 or AVX-512, for tensors that are large and contiguous. Others differ from
 these in the bits of NaNs only. Numbers are rounded to the nearest, a tie to the even one; one that is too large becomes
@@ -71,7 +71,7 @@ _FORMS = {
 _E4M3_PARTS, _E4M3_SHIFT, _E4M3_SCALE = 0x87F00000, 20, np.float32(2.0**120)
 
 
-def convert(source: Array, stored: DType, out: Array, dtype: DType) -> int:
+def convert_elements(source: Array, stored: DType, out: Array, dtype: DType) -> int:
     """Convert the elements `source` of type `stored` to `dtype`; return how many finite ones are too large for it.
 
     Args:

@@ -20,7 +20,7 @@ import numpy as np
 from reshard_mpi.engine.elements import (
     Array,
     assign,
-    convert,
+    convert_elements,
     put,
     raw_dtype,
     require_tiny_numbers,
@@ -89,7 +89,7 @@ class Reduction:
             # As the largest number it is too large for the smaller type as well, and told by it.
             total[overflowed] = np.copysign(np.finfo(total.dtype).max, total[overflowed])
             rounded = np.empty(len(total), raw_dtype(self._dtype))
-            too_large = convert(elements, self._wide, rounded, self._dtype)
+            too_large = convert_elements(elements, self._wide, rounded, self._dtype)
             elements = rounded
         if self._first is not None:
             elements[self._is_same] = self._first[self._is_same]
@@ -99,7 +99,7 @@ class Reduction:
         wide = elements
         if self._wide != self._dtype:
             wide = np.empty(len(elements), raw_dtype(self._wide))
-            convert(elements, self._dtype, wide, self._wide)
+            convert_elements(elements, self._dtype, wide, self._wide)
         return wide.view(self._total.dtype)
 
 
@@ -320,7 +320,7 @@ def _gather_converted(files: Files, copy: Copy, source: Converted, out: Array, o
     def put_converted(part: Copy, elements: Array) -> None:
         converted = _one_run(part, out_box, flat)
         place = scratch[: len(elements)] if converted is None else converted
-        files.traffic.too_large += convert(elements, stored, place, dtype)
+        files.traffic.too_large += convert_elements(elements, stored, place, dtype)
         if converted is None:
             put(place, part, out, out_box)
 
@@ -369,7 +369,7 @@ def _convert_range(files: Files, part: ByteRange, stored: DType, elements: Array
         read = elements[: len(converted)]
         place = ByteRange(part.path, part.offset_bytes + first * elements.itemsize, read.nbytes)
         files.read_into(place, read.view(np.uint8).data)
-        files.traffic.too_large += convert(read, stored, converted, dtype)
+        files.traffic.too_large += convert_elements(read, stored, converted, dtype)
 
 
 def _read_whole(

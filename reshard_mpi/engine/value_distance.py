@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard_mpi.engine.elements import Array, convert, raw_dtype
+from reshard_mpi.engine.elements import Array, convert_elements, raw_dtype
 from reshard_mpi.engine.first_difference import contents
 from reshard_mpi.engine.open_files import Files, OnBytes
 from reshard_mpi.formats.dtypes import BY_NAME, FLOATS, DType, to_numpy
@@ -287,7 +287,7 @@ def _scaled(value: float, exponent: int) -> float:
 def _numbers(raw: Array, dtype: DType, out: Array) -> Array:
     """Return elements as float64 in `out`, or as complex128 if they are complex."""
     if dtype in FLOATS:
-        convert(raw, dtype, out.view(np.uint64), _FLOAT64)
+        convert_elements(raw, dtype, out.view(np.uint64), _FLOAT64)
         return out
     numbers: Array = raw.view(to_numpy(dtype))
     if numbers.dtype.kind == "c":

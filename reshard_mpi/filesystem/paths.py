@@ -1,4 +1,4 @@
-"""Check paths that a user gives, and recognize kinds of files (`require_replaceable`, `file_kind_of`).
+"""Check paths that a user gives, and recognize kinds of files (`require_file_or_nothing`, `file_kind_of`).
 
 Only a regular file is ever replaced by one of ours. A symbolic link counts as what it leads to.
 """
@@ -98,7 +98,7 @@ def kind_of(mode: int) -> str:
     return next(name for is_kind, name in _KINDS if is_kind(mode))
 
 
-def is_replaceable(path: Path) -> bool:
+def is_file_or_nothing(path: Path) -> bool:
     """Tell whether a file may take the name `path`: a regular file is there, or nothing."""
     try:
         return stat.S_ISREG(path.stat().st_mode)
@@ -108,9 +108,9 @@ def is_replaceable(path: Path) -> bool:
         return False
 
 
-def require_replaceable(path: Path, purpose: str) -> None:
+def require_file_or_nothing(path: Path, purpose: str) -> None:
     """Raise TargetError if no file may take the name `path`. purpose: the use of the path, for the error."""
-    if not is_replaceable(path):
+    if not is_file_or_nothing(path):
         raise TargetError(
             f"{described(path)} is in the place of {purpose}",
             expected="a file, or nothing",

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, TargetError, TransformError
 from reshard_mpi.filesystem.folders import Folder, closing, holders, open_lock, try_lock
-from reshard_mpi.filesystem.paths import is_object_path, require_replaceable
+from reshard_mpi.filesystem.paths import is_object_path, require_file_or_nothing
 from reshard_mpi.filesystem.source_files import names, version_of
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.file_ownership import (
@@ -141,7 +141,7 @@ def commit(folder: Path) -> Committed:
     of other targets than are there now is removed, with its index.
     """
     run_to_commit(folder)
-    require_replaceable(folder / COMMIT_RECORD, "the commit record")
+    require_file_or_nothing(folder / COMMIT_RECORD, "the commit record")
     deadline = time.monotonic() + _WAIT_SECONDS
     with opened_to_commit(folder) as opened:
         while not opened.try_lock():

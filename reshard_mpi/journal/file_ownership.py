@@ -17,7 +17,7 @@ from pathlib import Path
 
 from reshard_mpi import formats
 from reshard_mpi.errors import TargetError
-from reshard_mpi.filesystem.folders import Folder, close, closing, open_lock, try_lock
+from reshard_mpi.filesystem.folders import Folder, closing, open_lock, try_lock
 from reshard_mpi.filesystem.paths import described
 from reshard_mpi.filesystem.source_files import (
     exists,
@@ -194,6 +194,7 @@ def complete_record(folder: Path, identity: RunIdentity, target_rank: int) -> Ta
         return f"has lost its file {record.file}"
     if size_bytes != record.head.size_bytes:
         return f"has {size_bytes} bytes in {record.file}, not the {record.head.size_bytes} that were written"
+    # Of a head that is read by itself it is also known whether the record's file has its time (`has_its_time`).
     head = RecordHead.read(folder / STATE, target_rank)
     if head is not None and head.is_about(folder / record.file):
         return record
@@ -299,10 +300,8 @@ def _is_noted(state: Folder, target_rank: int, path: Path) -> bool:
         lock = state.open_file(lock_name(target_rank), os.O_RDONLY, "a lock")
     except FileNotFoundError:
         return False
-    try:
+    with closing(lock):
         note = os.pread(lock, _MOST_NOTE_BYTES, 0)
-    finally:
-        close(lock)
     return bool(note) and note == _noted(path)
 
 

@@ -203,8 +203,8 @@ def stale_bytes(folder: Folder, name: str, host: str = "") -> int:
 def remove_stale_records(state: Folder) -> None:
     """Remove partial records, and upload records, of writers that have died; nobody may be writing targets."""
     for name in state.names():
-        is_partial = name.startswith(".rank_") and ".json." in name and name.endswith(_PARTIAL)
-        if is_partial or (name.startswith("rank_") and name.endswith(UPLOAD_ENDING)):
+        is_partial_record = name.startswith(".rank_") and ".json." in name and name.endswith(_PARTIAL)
+        if is_partial_record or (name.startswith("rank_") and name.endswith(UPLOAD_ENDING)):
             state.remove(name)
 
 

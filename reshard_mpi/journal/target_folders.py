@@ -10,7 +10,7 @@ from pathlib import Path
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder, Say, make_folders, open_folder
-from reshard_mpi.filesystem.paths import described, require_replaceable
+from reshard_mpi.filesystem.paths import described, require_file_or_nothing
 from reshard_mpi.filesystem.source_files import is_taken
 from reshard_mpi.journal.provenance import TargetInputs
 from reshard_mpi.journal.publication import (
@@ -54,7 +54,7 @@ def require_place(folder: Path, path: Path) -> None:
         if inner is not None:
             require_own_stale(inner, path.name)
     require_writable(path.parent)
-    require_replaceable(path, "a target")
+    require_file_or_nothing(path, "a target")
 
 
 def space_of_stale(folder: Path, path: Path, host: str = "") -> int:

@@ -33,7 +33,7 @@ from reshard_mpi.filesystem.folders import (
     try_lock,
     wait_for_lock,
 )
-from reshard_mpi.filesystem.paths import require_replaceable
+from reshard_mpi.filesystem.paths import require_file_or_nothing
 from reshard_mpi.filesystem.source_files import SourceFile, is_taken, version_of
 from reshard_mpi.journal.file_ownership import (
     is_in_place,
@@ -117,7 +117,7 @@ class Journal:
                 for lock in (_RUN_LOCK, COMMIT_LOCK):
                     with contextlib.suppress(FileNotFoundError):
                         close(state.open_file(lock, os.O_RDONLY, "a lock"))
-        require_replaceable(self.folder / COMMIT_RECORD, "the commit record")
+        require_file_or_nothing(self.folder / COMMIT_RECORD, "the commit record")
         self._require_joinable()
 
     def _require_joinable(self) -> None:

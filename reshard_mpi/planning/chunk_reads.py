@@ -203,7 +203,7 @@ def _list_of(route: ReadGroup, place: int) -> int:
     """Return a key: tensors with equal keys take their parts from the same places in the same way."""
     tensors = route.tensors
     if isinstance(tensors, MappedTensors):
-        return tensors.recipe_of[route.numbers[place]]
+        return tensors.recipe_numbers[route.numbers[place]]
     return tensors.chunk_list_ids[route.numbers[place]] if isinstance(tensors, ChunkedTensors) else 0
 
 

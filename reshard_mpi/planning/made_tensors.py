@@ -43,21 +43,16 @@ class MappedTensors(TensorTable):
     """The whole tensors that a map makes.
 
     Attributes:
-        recipe_of: for each tensor, the number of the way in which it is made.
+        recipe_numbers: for each tensor, the number of the way in which it is made.
     """
 
     in_pieces = True
     __slots__ = (
         *("_converted", "_groups", "_holes", "_number_of_recipe", "_pieces", "_places", "_rank", "_recipes"),
-        "recipe_of",
+        "recipe_numbers",
     )
 
-    def __init__(
-        self,
-        path: str,
-        mapped: MapResult,
-        plan: RankPlan,
-    ) -> None:
+    def __init__(self, path: str, mapped: MapResult, plan: RankPlan) -> None:
         """Make the tensors of `mapped`.
 
         Args:
@@ -69,13 +64,13 @@ class MappedTensors(TensorTable):
         self._groups: Sequence[Group] = plan.tensors.groups
         self._holes = {number: plan.holes[name] for name, (number, _) in place_of.items() if name in plan.holes}
         self._rank = min(plan.read_ranks, default=0)
-        # By the identity of tensors, which are kept with what they become.
+        # By the id of a table and the type; the table is kept with its result, so that its id is not used again.
         self._converted: dict[tuple[int, DType], tuple[TensorTable, TensorTable]] = {}
         self._pieces: dict[int, Pieces] = {}
         self._recipes: list[_Recipe] = []
         self._number_of_recipe: dict[tuple[object, ...], int] = {}
         self._places: list[Sequence[int]] = []
-        self.recipe_of = array("I")
+        self.recipe_numbers = array("I")
         for tensor in mapped.made:
             located = [place_of[tensor.sources[pair.source]] for pair in tensor.assembly.pairs]
             groups = tuple(number for number, _ in located)
@@ -92,7 +87,7 @@ class MappedTensors(TensorTable):
             self._recipes.append(recipe)
         self.locations[len(self.offsets)] = _NOWHERE
         self.add(name, self.kind(TensorType(recipe.dtype, recipe.assembly.shape)), NOT_CONTIGUOUS)
-        self.recipe_of.append(number)
+        self.recipe_numbers.append(number)
         self._places.append(places)
 
     def routes(self, route: ReadGroup, places: Sequence[int]) -> Iterator[ReadGroup]:
@@ -104,9 +99,9 @@ class MappedTensors(TensorTable):
         Raises the error for what cannot be made.
         """
         numbers = [route.numbers[place] for place in places]
-        dtype, shape, groups, element = self._recipes[self.recipe_of[numbers[0]]]
+        dtype, assembly, groups, element = self._recipes[self.recipe_numbers[numbers[0]]]
         sources = [self._places[number] for number in numbers]
-        for index, (pair, group) in enumerate(zip(shape.pairs, groups)):
+        for index, (pair, group) in enumerate(zip(assembly.pairs, groups)):
             wanted = pair.to.intersect(route.region)
             if wanted is None:
                 continue
@@ -131,7 +126,7 @@ class MappedTensors(TensorTable):
                         moved.order,
                         part.joined_ranks,
                     )
-        for zeros in shape.zeros:
+        for zeros in assembly.zeros:
             wanted = zeros.intersect(route.region)
             if wanted is not None:
                 content = bytes(dtype.itemsize_bytes) if element is None else element
@@ -144,8 +139,8 @@ class MappedTensors(TensorTable):
         names: list[list[str]] = [[] for _ in self._recipes]
         numbers = [array("I") for _ in self._recipes]
         for number, name in enumerate(self):
-            names[self.recipe_of[number]].append(name)
-            numbers[self.recipe_of[number]].append(number)
+            names[self.recipe_numbers[number]].append(name)
+            numbers[self.recipe_numbers[number]].append(number)
         groups, holes = [], {}
         for recipe, own_names, own_numbers in zip(self._recipes, names, numbers):
             whole = Box.whole(recipe.assembly.shape)
@@ -157,7 +152,7 @@ class MappedTensors(TensorTable):
                 holes.update(dict.fromkeys(own_names, error))
                 routes = ()
             groups.append(Group(TensorType.of_box(recipe.dtype, whole, whole.shape), own_names, routes))
-        return PlannedTensors(groups, self.recipe_of), holes
+        return PlannedTensors(groups, self.recipe_numbers), holes
 
     def _meeting(self, group: int, region: Box) -> Iterable[ReadGroup]:
         """Return the routes of a group that may have something of a region."""
@@ -188,7 +183,9 @@ def converted(tensors: TensorTable, dtype: DType) -> TensorTable:
     """
     if dtype not in FLOATS:
         raise ValueError(f"elements cannot be converted to {dtype}")
-    return _converted_list(tensors, dtype) if isinstance(tensors, ChunkedTensors) else _ConvertedTensors(tensors, dtype)
+    return (
+        _converted_chunks(tensors, dtype) if isinstance(tensors, ChunkedTensors) else _ConvertedTensors(tensors, dtype)
+    )
 
 
 def constant(name: str, dtype: DType, shape: tuple[int, ...], element: bytes) -> TensorEntry:
@@ -243,7 +240,7 @@ class _ConvertedTensors(TensorTable):
         return self._dtype, *self._unconverted._columns()
 
 
-def _converted_list(tensors: ChunkedTensors, dtype: DType) -> ChunkedTensors:
+def _converted_chunks(tensors: ChunkedTensors, dtype: DType) -> ChunkedTensors:
     by_file = {id(file): converted(file, dtype) for file in tensors.files}
     view = ChunkedTensors(tensors.path)
     view.index_by_name, view.kind_ids, view.offsets = tensors.index_by_name, tensors.kind_ids, tensors.offsets
@@ -299,7 +296,7 @@ def dequantized(plan: RankPlan, weights: Iterable[QuantizedWeight]) -> RankPlan:
 
 
 def with_piece_shapes(plan: RankPlan, weights: Mapping[str, StoredWeight], *, is_global: bool) -> RankPlan:
-    """Return a plan whose tensors that state shapes of weights state the shapes of the target's pieces.
+    """Return the plan with each `weight_shape` tensor saying the shape of the target's own piece of its weight.
 
     Args:
         is_global: whether the target's files state the shapes of whole weights.
@@ -356,7 +353,7 @@ def _constants(dtype: DType, values: tuple[int, ...], count: int, rank: int) -> 
 
 
 def _replaced(tensors: PlannedTensors, gone: set[str], groups: Iterable[Group], order: Iterable[str]) -> PlannedTensors:
-    """Return tensors without some, and with other groups, in the order of their names."""
+    """Return tensors without some, and with other groups, in the order that `order` gives."""
     kept = tensors.without(gone)
     every = [*kept.groups, *groups]
     number_of = {name: number for number, group in enumerate(every) for name in group.names}

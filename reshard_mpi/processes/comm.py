@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from reshard_mpi.errors import ReshardError, UsageError
-from reshard_mpi.processes.host import Identity, distinct_names, host_name
+from reshard_mpi.processes.host import HostIdentity, distinct_names, host_name
 from reshard_mpi.processes.signals import exit_when_terminated, ignore_stops, stopped_by
 from reshard_mpi.text import lines
 
@@ -104,7 +104,7 @@ class MPIComm:
         self.rank: int = communicator.Get_rank()
         self.size: int = communicator.Get_size()
         # Asking MPI which ranks share memory gives every one of them a host of its own under some launchers.
-        self.hosts: Sequence[str] = distinct_names(self.allgather(Identity.local(os.environ)))
+        self.hosts: Sequence[str] = distinct_names(self.allgather(HostIdentity.local(os.environ)))
 
     def meanwhile(self, do: Callable[[], None]) -> Callable[[], None]:
         self._meanwhile.append(do)

@@ -17,19 +17,19 @@ from reshard_mpi.errors import UsageError
 
 # Names this host, if its own name will not do.
 HOST_VARIABLE = "RESHARD_MPI_HOST"
-# Drawn anew whenever a kernel starts: two machines never have the same one, the containers of one machine have.
+# Drawn anew whenever a kernel starts: two machines never share one, the containers of one machine do.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _DIGITS = 8
 
 
-class Identity(NamedTuple):
+class HostIdentity(NamedTuple):
     """Identifies the host of a process."""
 
     name: str
     kernel: str  # the random number that its kernel has drawn at its start; empty if it has none
 
     @classmethod
-    def local(cls, environment: Mapping[str, str]) -> Identity:
+    def local(cls, environment: Mapping[str, str]) -> HostIdentity:
         """Return the identity of the host of this process."""
         try:
             kernel = _BOOT_ID.read_text().strip().replace("-", "")
@@ -43,7 +43,7 @@ def host_name(environment: Mapping[str, str]) -> str:
     return environment.get(HOST_VARIABLE) or os.uname().nodename
 
 
-def distinct_names(identities: Sequence[Identity]) -> list[str]:
+def distinct_names(identities: Sequence[HostIdentity]) -> list[str]:
     """Return a name for the host of each identity: the same for one host, and different for different hosts.
 
     If hosts share a name, the number that their kernels have drawn is added: `node#1a2b3c4d`.
@@ -70,8 +70,8 @@ class ArrayVariables(NamedTuple):
     number: str
     first: int = 0  # what the first task of an array is called
     none: str = ""  # the number in a job that is no array
-    last: str = ""  # the variable with the number of the last task; runners without one have none
-    size: str = ""  # the variable with how many tasks there are
+    last: str = ""  # the variable with the number of the last task; empty if the runner has none
+    size: str = ""  # the variable with how many tasks there are; empty if the runner has none
 
 
 RUNNERS = (
@@ -94,7 +94,8 @@ def task_number(count: int, environ: Mapping[str, str]) -> tuple[int, str]:
     """Return the number of this task, from 0, of `count`, and the variable that says so.
 
     How many there are is never taken from the runner: it may have submitted three of eight again. Raises UsageError
-    where nothing says the number, runners contradict each other, or the array does not fit `count`.
+    where nothing says the number, runners contradict each other, or the array does not fit `count`: it has tasks beyond
+    that, or the runner says another size.
     """
     told = {
         runner: value
@@ -124,12 +125,11 @@ def task_number(count: int, environ: Mapping[str, str]) -> tuple[int, str]:
 
 def _number(runner: ArrayVariables, value: str, count: int, environ: Mapping[str, str]) -> int:
     """Return a task's number from 0. Raises UsageError for an array that is not one of `count` tasks."""
-    last = environ.get(runner.last, "") if runner.last else ""
-    whole = environ.get(runner.size, "") if runner.size else ""
+    last, size = environ.get(runner.last, ""), environ.get(runner.size, "")
     number = int(value) - runner.first if value.isascii() and value.isdecimal() and len(value) < 10 else -1
     beyond = last.isdecimal() and int(last) - runner.first >= count
-    if not 0 <= number < count or beyond or (whole.isdecimal() and int(whole) != count):
-        told = {runner.number: value, runner.last: last, runner.size: whole}
+    if not 0 <= number < count or beyond or (size.isdecimal() and int(size) != count):
+        told = {runner.number: value, runner.last: last, runner.size: size}
         raise UsageError(
             f"--part auto/{count}: the array of {runner.runner} has not {count} tasks",
             expected=f"{runner.number} from {runner.first} to {runner.first + count - 1}",

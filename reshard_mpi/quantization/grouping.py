@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from reshard_mpi.errors import SourceError
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.quantization.layouts import FLOATS, FLOATS_8_BIT, Fit, Misfit, SchemeLayout, SchemePart, fit, layout_of
-from reshard_mpi.quantization.schemes import Quantization, scheme_of
+from reshard_mpi.quantization.schemes import Quantization, quantization_of
 from reshard_mpi.quantization.weights import CARRIED, Companion, QuantizedWeight, Relation, Scheme
 
 # How tensors that hold elements are called, longer names first.
@@ -28,7 +28,7 @@ def quantized_weights(
     """Group the tensors of a checkpoint into quantized weights, in the order of the checkpoint.
 
     Args:
-        config: says how it is quantized, see `quantization_of`.
+        config: says how it is quantized, see `quantization_config_of`.
         kinds: of all its tensors, with their whole shapes, or all with the shapes of one rank's parts.
         where: the configuration, for messages.
         stated_shape: returns the values of a `weight_shape` tensor, None if they are not known.
@@ -36,7 +36,7 @@ def quantized_weights(
     Raises StrategyError if the configuration says something impossible, SourceError if it contradicts the checkpoint,
     or if a weight has no scale, or a scale no weight.
     """
-    tensors = _Tensors(kinds, scheme_of(config, where))
+    tensors = _Tensors(kinds, quantization_of(config, where))
     carried: dict[str, list[str]] = {}
     for name in kinds:
         if name.endswith(CARRIED):

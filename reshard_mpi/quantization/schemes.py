@@ -1,4 +1,4 @@
-"""Read from a configuration how a checkpoint's weights are quantized (`scheme_of`)."""
+"""Read from a configuration how a checkpoint's weights are quantized (`quantization_of`)."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Quantization(NamedTuple):
         return schemes[0]
 
 
-def quantization_of(values: Mapping[str, Any], where: str = "") -> Mapping[str, Any] | None:
+def quantization_config_of(values: Mapping[str, Any], where: str = "") -> Mapping[str, Any] | None:
     """Return the dictionary that says how a checkpoint is quantized; None if the values do not say that it is.
 
     It has a `quant_method`, which is added where a library leaves it out.
@@ -124,7 +124,10 @@ def quantization_of(values: Mapping[str, Any], where: str = "") -> Mapping[str, 
             method = "compressed-tensors" if "config_groups" in inner else "unknown"
             return inner if inner.get("quant_method") is not None else {**inner, "quant_method": method}
     for key in ("text_config", "llm_config"):
-        if isinstance(inner := values.get(key), Mapping) and (found := quantization_of(inner, where)) is not None:
+        if (
+            isinstance(inner := values.get(key), Mapping)
+            and (found := quantization_config_of(inner, where)) is not None
+        ):
             return found
     if values.get("quant_method") is not None:
         return values
@@ -151,18 +154,18 @@ def _config_in(text: str) -> Any:
         return None
 
 
-def scheme_of(config: Mapping[str, Any], where: str) -> Quantization:
+def quantization_of(config: Mapping[str, Any], where: str) -> Quantization:
     """Return how the modules of a checkpoint are quantized.
 
     A method that is not known is recognized, and what it quantizes is never cut.
 
     Args:
-        config: see `quantization_of`.
+        config: see `quantization_config_of`.
         where: the configuration, for messages.
 
     Raises StrategyError if it says nothing of quantization, or something impossible.
     """
-    values = quantization_of(config, where)
+    values = quantization_config_of(config, where)
     if values is None:
         raise StrategyError(
             "the configuration does not say how the checkpoint is quantized",
@@ -172,10 +175,9 @@ def scheme_of(config: Mapping[str, Any], where: str) -> Quantization:
             remedy=_REMEDY,
         )
     settings = _Settings(values, where)
-    method = str(values["quant_method"]).lower()
-    groups, ignored = _READERS.get(method, _whole_groups)(settings), list(settings.ignored)
+    groups, ignored = _READERS.get(settings.method, _whole_groups)(settings), list(settings.ignored)
     ignored += ["re:" + name[len("-:") :] for name in settings.mapping("dynamic") if name.startswith("-:")]
-    return Quantization(method, tuple(groups), Targets(ignored, where), where)
+    return Quantization(settings.method, tuple(groups), Targets(ignored, where), where)
 
 
 class _Settings(NamedTuple):
@@ -265,8 +267,11 @@ def _fp8(settings: _Settings) -> list[SchemeGroup]:
     """DeepSeek's (`weight_block_size`); without that one scale a tensor. FP4 experts are not cut."""
     key = "weight_block_size"
     block = (0, 0) if settings.values.get(key) is None else settings.block(key)
-    packed = [SchemeGroup(_whole("fp8 with fp4 experts"), settings.targets([r"re:(.*\.)?experts(\.|$)"]))]
-    return [*packed * (settings.text("expert_dtype") == "fp4"), SchemeGroup(Scheme("fp8", "fp8", block=block))]
+    groups = [SchemeGroup(Scheme("fp8", "fp8", block=block))]
+    if settings.text("expert_dtype") == "fp4":
+        experts = settings.targets([r"re:(.*\.)?experts(\.|$)"])
+        groups.insert(0, SchemeGroup(_whole("fp8 with fp4 experts"), experts))
+    return groups
 
 
 def _gptq(settings: _Settings) -> list[SchemeGroup]:

@@ -183,7 +183,7 @@ class MappedCheckpoint(SourceCheckpoint):
         def is_wanted(name: str) -> bool:
             return (bool(rules) or is_chosen(choice, name)) and is_asked(name)  # rules may give it another name
 
-        self.original.shards.require_none_left_behind(0, taken, share, is_wanted)
+        self.original.opener.require_none_left_behind(0, taken, share, is_wanted)
 
     def notes(self) -> tuple[str, ...]:
         """Return notes for the user on the results of the maps."""

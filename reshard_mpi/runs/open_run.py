@@ -224,20 +224,18 @@ def open_run(
     packing = packing_of(request, conversion.source, name)
     conversion, map_digests = apply_map(request, conversion, packing)
 
-    def reserve_for_planning(most_planned: int = 1) -> None:
+    def reserve_to_plan(targets: int) -> None:
         streamed = is_streamed(request, name)
-        memory.reserve_for_planning(
-            Workload(conversion, name, most_planned, request.verify, is_streamed=streamed), purpose
-        )
+        memory.reserve_for_planning(Workload(conversion, name, targets, request.verify, is_streamed=streamed), purpose)
 
     if conversion.mapped is not None and traits.packs:
-        reserve_for_planning()
+        reserve_to_plan(1)
         packed = conversion.mapped.packed
         request = request._replace(prefix=packed.prefix)
         read = read._replace(target=Strategy(len(packed.files), 1, {}))  # which file has what is known
         conversion = conversion.changed(target=read.target)
     if traits.split_by_size:
-        reserve_for_planning()
+        reserve_to_plan(1)
         whole = conversion.plan(0, checked=False).tensors.specs
         read = read._replace(target=strategy_of(filled_files(whole, request.most_file_bytes)))
         conversion = conversion.changed(target=read.target)
@@ -246,8 +244,7 @@ def open_run(
         _require_possible_places(request, shards, name, targets, read.target)
     _require_writable(request, name)
     memory.free_with(conversion.forget)
-    most_planned = len(targets) if most_planned is None else most_planned
-    reserve_for_planning(most_planned)
+    reserve_to_plan(len(targets) if most_planned is None else most_planned)
     conversion.require_fitting_strategies()
     return Run(request, conversion, name, targets, read, map_digests, source_commit)
 

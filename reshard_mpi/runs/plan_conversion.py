@@ -89,9 +89,9 @@ class Conversion:
         self.new_names = new_names
         # called before copies are compared with numpy, which takes more memory than planning
         self.before_gathering: Callable[[], object] = lambda: None
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._is_fitting = False
         self._table: str | None = None
         self._opener: ShardOpener | None = None
@@ -102,7 +102,7 @@ class Conversion:
         """Return the same conversion with other values of its attributes."""
         other = object.__new__(Conversion)
         vars(other).update(vars(self), **values)
-        other._begin()
+        other._reset()
         return other
 
     @property
@@ -135,7 +135,7 @@ class Conversion:
             self.require_none_left_behind(plan, ShardShare(target_rank, self.target.world_size))
             return self.checked(plan)
         try:
-            opened = self.shards.open(target_rank)
+            opened = self.opener.open(target_rank)
             if self.mapped is None and not self.is_one_checkpoint:
                 self.source.require_known(opened.manifests.values(), opened.is_cut)
             require_same_network(self.planned_source.strategy, opened.manifests.values())
@@ -172,13 +172,13 @@ class Conversion:
             plan = self.checked(plan)
         if self.is_one_checkpoint:
             opened.require_one_copy()
-            self.shards.require_written(opened)
+            self.opener.require_written(opened)
             plan = plan.without(opened.written_elsewhere())
         return plan if self.new_names is None else plan.renamed(self.new_names)
 
     def held(self, target_rank: int, names: Iterable[str]) -> dict[str, TensorClass]:
         """Return how both sides hold each of the tensors that a target has. Raises as `plan` does."""
-        held_by_name = self.shards.open(target_rank).class_by_name
+        held_by_name = self.opener.open(target_rank).class_by_name
         return {name: held_by_name[name] for name in names if name in held_by_name}
 
     def require_none_left_behind(
@@ -194,7 +194,7 @@ class Conversion:
             self.mapped.require_none_left_behind(share, is_asked)
             return
         taken = {*plan.tensors.specs.names, *plan.written_by_others}
-        self.shards.require_none_left_behind(plan.target_rank, taken, share, is_asked)
+        self.opener.require_none_left_behind(plan.target_rank, taken, share, is_asked)
 
     def _tell_where(self, error: CoverageError) -> None:
         """Say in an error where parts were looked for, and where they may be."""
@@ -284,7 +284,7 @@ class Conversion:
         drift = drifted_tensors(
             self.source,
             lambda name, present: name not in own and self.is_wanted(name, present) and needs(name),
-            self.shards.knows,
+            self.opener.knows,
             self.policy.unlisted,
             damaged_are_replaced=damaged_are_replaced,
             process=process,
@@ -348,7 +348,7 @@ class Conversion:
         self._is_fitting = True
 
     @property
-    def shards(self) -> ShardOpener:
+    def opener(self) -> ShardOpener:
         if self._opener is None:
             self._opener = ShardOpener(self.planned_source, self.placed_target, self.policy)
         return self._opener

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.errors import UsageError
-from reshard_mpi.filesystem.paths import described, is_replaceable
+from reshard_mpi.filesystem.paths import described, is_file_or_nothing
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.pictures.figures import (
     MOST_PLANNED,
@@ -363,11 +363,11 @@ def require_picture(path: str, endings: Sequence[str]) -> None:
     if _ending(path) not in endings:
         raise UsageError("a picture's ending says its form", expected=", ".join(endings), got=path)
     file = Path(path)
-    if not is_replaceable(file) or not file.parent.is_dir() or not os.access(file.parent, os.W_OK | os.X_OK):
+    if not is_file_or_nothing(file) or not file.parent.is_dir() or not os.access(file.parent, os.W_OK | os.X_OK):
         raise UsageError(
             "the picture cannot be written",
             expected="a new file in a folder that is there, or an earlier picture",
-            got=described(file) if not is_replaceable(file) else described(file.parent),
+            got=described(file) if not is_file_or_nothing(file) else described(file.parent),
             where=path,
             remedy="choose another name",
         )

@@ -171,7 +171,7 @@ class TargetPlans:
         progress.begin(ProgressStage("planning", units=planned_ranks, unit="rank"))
         planned = []
         for rank, leads in ranks:
-            planned.append(attempt(partial(self._plan_target, rank, leads), self._comm, rank))
+            planned.append(attempt(partial(self._plan_and_check, rank, leads), self._comm, rank))
             progress.completed()
         space = self._space_needs()
         beside = self._strangers()
@@ -182,7 +182,7 @@ class TargetPlans:
         due = Totals(self.led_bytes, led, ready=len(joined.outcome.targets))
         self.report = joined._replace(space_needs=space, due=due)
 
-    def _plan_target(self, rank: int, leads: bool) -> PlanReport:
+    def _plan_and_check(self, rank: int, leads: bool) -> PlanReport:
         run, request, path = self.run, self.run.request, self.run.path(rank)
         if self.journal.require_free_or_done(rank, path):
             return PlanReport(self._skipped(rank) if leads else Outcome())

@@ -20,8 +20,7 @@ from functools import partial, reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.checkpoints.compare_replicas import compare, comparing_bytes
-from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, ShardError, TransformError
-from reshard_mpi.errors import told as error_told
+from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, ShardError, TransformError, told
 from reshard_mpi.journal.commit import commit_if_complete
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.comparison_choice import ReplicaGroup, partition_for
@@ -79,8 +78,8 @@ def convert(
     due = planned.due
     stage = ProgressStage(name, due.size_bytes, due.targets, ready=due.ready, phases=phases)
     progress.begin(stage, plans.own_bytes, plans.led_bytes)
-    own = plans.report.outcome.joined([write_targets(plans, comm, memory, progress)])
-    outcome = outcome._replace(processes=comm.size).joined(comm.allgather(own))
+    written = comm.allgather(write_targets(plans, comm, memory, progress))
+    outcome = outcome._replace(processes=comm.size).joined(written)
     if not request.recorded and request.files is None:
         return outcome
     # Even if targets have failed: another run may have made them meanwhile, and left it to this one to commit.
@@ -330,7 +329,7 @@ def _commit(plans: TargetPlans, outcome: Outcome) -> Outcome:
     except (OSError, ShardError) as error:  # a ShardError is about a target, which the index is made of
         raise TransformError(
             "the targets are complete, but the commit record could not be written",
-            got=str(error) if isinstance(error, OSError) else error_told(error),
+            got=str(error) if isinstance(error, OSError) else told(error),
             where=str(journal.folder),
             remedy="mend the cause, then reshard-mpi commit",
         ) from error

@@ -26,7 +26,6 @@ from reshard_mpi.runs.progress import Counts, Display, ProgressStage, RunStatus
 _LENGTH_BYTES = 8
 _NAP_SECONDS = 0.002
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
-_INTERRUPTED = 128 + signal.SIGINT
 
 
 class Channel:
@@ -173,7 +172,7 @@ def _be_a_process(work: Callable[[], None], mask: Iterable[int], telling: int | 
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt:
-        code = _INTERRUPTED
+        code = INTERRUPTED
     except BaseException:
         import traceback  # which loads parsers of source code, for nothing in all other forks
 

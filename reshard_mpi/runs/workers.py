@@ -94,9 +94,8 @@ def _run_here(
 ) -> Outcome:
     """Be the parent of the workers, in this process."""
     memory.reserve_for_reading(request, None, f"reading the strategies of {request.source}")
-    list_object_stores(
-        request, is_target_read=work is not Task.CONVERT
-    )  # workers that are forked know what it has listed
+    # Workers that are forked know what this has listed.
+    list_object_stores(request, is_target_read=work is not Task.CONVERT)
     strategies = _read(request)
     work.load()  # once, before workers are forked
     targets = len(request.rank) if request.rank else strategies.target.world_size

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from reshard_mpi.errors import ReshardError, StrategyError, TargetError
-from reshard_mpi.filesystem.paths import described, is_object_path, is_replaceable
+from reshard_mpi.filesystem.paths import described, is_file_or_nothing, is_object_path
 from reshard_mpi.sharding.mindspore_json import StageFile, encode_json, parse_json, place
 from reshard_mpi.sharding.mindspore_layouts import by_stage, merged_stages, stage_unknown, to_placement
 from reshard_mpi.sharding.mindspore_protobuf import encode_protobuf, merge_protobuf
@@ -22,9 +22,9 @@ def merge(sources: str | Sequence[str], out: str) -> None:
     """Merge the strategy files of all pipeline stages into `out`, names prefixed `<stage>-`.
 
     Args:
-        sources: a folder, or files; several files of one stage must agree. The result is protobuf, or JSON if `out`
-            ends in .json or all sources are JSON. `out` appears complete or not at all, in the place of nothing, of an
-            empty file or of an earlier merge.
+        sources: a folder, or files; several files of one stage must agree.
+        out: the file to write, protobuf, or JSON if its name ends in .json or all sources are JSON. It appears complete
+            or not at all, in the place of nothing, of an empty file or of an earlier merge.
 
     Raises StrategyError for sources that do not belong together or are merged already, TargetError if `out` cannot be
     written, or something else is in its place.
@@ -33,7 +33,7 @@ def merge(sources: str | Sequence[str], out: str) -> None:
     target = Path(out)
     if not target.name:
         raise TargetError("the merged strategy needs a file name", got=repr(out), remedy="give the path of a file")
-    if not is_replaceable(target):
+    if not is_file_or_nothing(target):
         raise TargetError(
             "the merged strategy cannot be written",
             expected="a file in its place, or nothing",
@@ -43,14 +43,14 @@ def merge(sources: str | Sequence[str], out: str) -> None:
         )
     if target.exists() and target.stat().st_size and not _is_merged(target):
         raise TargetError(
-            "the merged strategy would replace a file that is none",
+            "the merged strategy would replace a file that is no merged strategy",
             expected="a new file, or the result of an earlier merge",
             got="another file, perhaps one of the stages",
             where=out,
             remedy="name the sources first and a new file last",
         )
     files = chain.from_iterable(_read_sources(path, target) for path in paths)
-    stages = by_stage(_of_one_stage(files), ", ".join(paths[:3]))
+    stages = by_stage(_stage_contents(files), ", ".join(paths[:3]))
     chosen = [look(stage.path) for stage in stages]
     kinds = {file.kind for file in chosen}
     if kinds == {StrategyForm.JSON}:
@@ -76,7 +76,7 @@ def _is_merged(path: Path) -> bool:
         return False
 
 
-def _of_one_stage(files: Iterable[StrategyFile]) -> Iterator[StageFile]:
+def _stage_contents(files: Iterable[StrategyFile]) -> Iterator[StageFile]:
     """Yield the files' contents. Raises StrategyError for a spec, a merged file, or one without its stage."""
     for file in distinct(files):
         path = str(file.path)

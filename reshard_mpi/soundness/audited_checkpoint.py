@@ -69,7 +69,7 @@ _SUBNORMAL_SHARE = 0.1
 _LEAST_KIN, _FAR, _SPREADS = 4, 10.0, 8.0
 # No step of a training doubles the norm of a weight.
 _CHANGED = 2.0
-# Types of weights that are quantised. Masks and positions, which layers have alike, are of others.
+# Types of weights that are quantized. Masks and positions, which layers have alike, are of others.
 _QUANTISED = frozenset(("int8", "int4", "uint8", "hifloat8"))
 _ADJUSTABLE = frozenset(dtype.name for dtype in FLOATS) | {"complex64", "complex128"}
 

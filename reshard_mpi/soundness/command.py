@@ -6,7 +6,7 @@ Each process reads its share of the tensors, and process 0 judges what all of th
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.checkpoints.discovery import find_shards
@@ -61,8 +61,9 @@ if TYPE_CHECKING:
     from reshard_mpi.pictures.pages import TensorNorm
     from reshard_mpi.quantization.weights import QuantizedWeights
 
-# Errors that say what is wrong with files, and with a checkpoint once these have been found.
+# Errors that say what is wrong with the files of a checkpoint.
 _OF_FILES = (ShardError, CoverageError, DisagreementError, DamageError)
+# Errors that say what is wrong with a checkpoint whose files have been found.
 _BROKEN = (*_OF_FILES, SourceError)
 # What a checkpoint is held against.
 _STRUCTURE, _SUMS, _VALUES, _STATE = "structure", "sums", "values", "training state"
@@ -78,9 +79,9 @@ def audit(
     progress.begin(ProgressStage("planning"))
     config = agreed(lambda: _config(request), comm)
     # The configuration of the model without quantization does not say how the checkpoint is quantized.
-    named = str(config.path) if config is not None and config.is_asked_for and config.is_quantised else None
+    named = str(config.path) if config is not None and config.is_asked_for and config.is_quantized else None
     request = request._replace(config=named)
-    with _asked(config if comm.rank == 0 else None) as model:
+    with _model_process(config if comm.rank == 0 else None) as model:
         try:
             files = agreed(request.shard_files, comm)
         except _OF_FILES as error:
@@ -98,43 +99,24 @@ def audit(
         agreed(lambda: _require_same_weights(opened, previous, request), comm)
         if comm.rank == 0:
             progress.display.reading(opened.source.summary_text)
-        summed_files, summed = verify_by_sums(request, comm, progress, memory)
-        contents, unreadable = _all_contents(opened, comm, progress)
-        state = agreed(lambda: StateOfParameters.of(opened), comm)
-        unlike_weights = _unlike_weights(opened, state, comm, progress)
-        commit = agreed(lambda: commit_of(opened.source.files), comm)
-        of_commit = _of_commit(contents, commit, opened, comm, progress)
+        read = _Read.of(opened, of_copies, previous, request, comm, progress, memory)
 
         def judged() -> Outcome:
             if comm.rank:
                 return opened.outcome
-            has_sums = bool(commit.sums) or any(shard.by for shard in summed.checked)
-            by = [_STRUCTURE, *([_SUMS] if has_sums else []), _VALUES]
-            notes = [*opened.outcome.notes, *state.notes]
-            found = [
-                *opened.flaws(),
-                *of_copies,
-                *_of_sums(summed, summed_files, opened),
-                *of_commit,
-                *unreadable,
-                *value_findings(contents, opened.place, opened.roles),
-                *state.findings(opened, {content.name: content for content in contents}),
-                *unlike_weights,
-                *([] if previous is None else previous.changed_norms(contents, opened)),
-            ]
-            by += [_STATE] if state.tensors else []
-            by += [f"the norms of {request.before}"] if previous is not None else []
-            digests = {} if request.map else {content.name: content.key for content in contents}
+            by, found = read.judged(request)
+            notes = [*opened.outcome.notes, *read.state.notes]
+            digests = {} if request.map else {content.name: content.key for content in read.contents}
             of_model = (unchecked or (None if model is None else model.result()), shapes.logical)
-            for definition, own in (shapes.by_like(like, request), of_model):
+            for definition, own in (shapes.definition_by(like, request), of_model):
                 if isinstance(definition, str):
                     notes.append(definition)
                 elif definition is not None:
                     by.append(definition.origin)
                     found += _by_definition(definition, config, own, digests, opened)
-            checked = _checked(opened, contents, tuple(by))
+            checked = _checked(opened, read.contents, tuple(by))
             findings = worst_first(found, request.allow)
-            norms = _norms(contents) if request.norms else ()
+            norms = _norms(read.contents) if request.norms else ()
             return opened.outcome._replace(findings=findings, checked=checked, notes=tuple(notes), norms=norms)
 
         return Outcome(processes=comm.size).joined(comm.allgather(agreed(judged, comm)))
@@ -146,17 +128,9 @@ def _config(request: Request) -> ModelConfig | None:
     return None if request.like is not None else ModelConfig.beside(request.source)
 
 
-@contextmanager
-def _asked(config: ModelConfig | None) -> Iterator[ModelProcess | None]:
-    """Have the definition of a model found, while the checkpoint is read."""
-    if config is None:
-        yield None
-        return
-    process = ModelProcess(config)
-    try:
-        yield process
-    finally:
-        process.close()
+def _model_process(config: ModelConfig | None) -> AbstractContextManager[ModelProcess | None]:
+    """Return a context with the process that finds the definition of a model while the checkpoint is read."""
+    return nullcontext() if config is None else closing(ModelProcess(config))
 
 
 def _by_definition(
@@ -192,10 +166,13 @@ class _ShapesByName(NamedTuple):
             return cls(shapes, shapes, "")
         return cls(shapes, quantization.logical(shapes), quantization.text)
 
-    def by_like(
+    def definition_by(
         self, like: _ShapesByName | None, request: Request
     ) -> tuple[Definition | None, Mapping[str, tuple[int, ...]]]:
-        """Return the definition that another checkpoint is, and own shapes: stored ones if both are quantized alike."""
+        """Return another checkpoint as a definition, and the shapes of this one to hold against it.
+
+        They are those of stored tensors if both are quantized alike, else as they would be without quantization.
+        """
         if like is None:
             return None, {}
         theirs, ours = (like.stored, self.stored) if like.quantized == self.quantized else (like.logical, self.logical)
@@ -249,7 +226,7 @@ def _previous(request: Request, comm: Comm, progress: Progress, memory: RunMemor
 
 
 def _require_same_weights(opened: AuditedCheckpoint, previous: _Previous | None, request: Request) -> None:
-    """Raise SourceError if the previous checkpoint has other weights by name."""
+    """Raise SourceError unless both checkpoints have weights of the same names."""
     if previous is None:
         return
     ours, theirs = (
@@ -266,6 +243,61 @@ def _require_same_weights(opened: AuditedCheckpoint, previous: _Previous | None,
                 where=str(path),
                 remedy="give the checkpoint that the same training has saved before",
             )
+
+
+class _Read(NamedTuple):
+    """What all processes together have read of a checkpoint, and found by that."""
+
+    opened: AuditedCheckpoint
+    of_copies: Sequence[Finding]
+    summed: Outcome  # of holding the files against sums
+    summed_files: ShardFiles
+    contents: Sequence[TensorContent]
+    unreadable: Sequence[Finding]
+    state: StateOfParameters
+    unlike_weights: Sequence[Finding]
+    commit: CommittedSums
+    unlike_commit: Sequence[Finding]
+    previous: _Previous | None
+
+    @classmethod
+    def of(
+        cls,
+        opened: AuditedCheckpoint,
+        of_copies: Sequence[Finding],
+        previous: _Previous | None,
+        request: Request,
+        comm: Comm,
+        progress: Progress,
+        memory: RunMemory,
+    ) -> _Read:
+        """Read all files and values of a checkpoint whose copies have been compared. Every process must call this."""
+        summed_files, summed = verify_by_sums(request, comm, progress, memory)
+        contents, unreadable = _all_contents(opened, comm, progress)
+        state = agreed(lambda: StateOfParameters.of(opened), comm)
+        unlike_weights = _unlike_weights(opened, state, comm, progress)
+        commit = agreed(lambda: commit_of(opened.source.files), comm)
+        changed = _of_commit(contents, commit, opened, comm, progress)
+        of_sums = (summed, summed_files, contents, unreadable, state, unlike_weights, commit, changed)
+        return cls(opened, of_copies, *of_sums, previous)
+
+    def judged(self, request: Request) -> tuple[list[str], list[Finding]]:
+        """Judge all without definitions of models; return the names of the evidence, and the findings."""
+        opened, contents, previous = self.opened, self.contents, self.previous
+        has_sums = bool(self.commit.sums) or any(shard.by for shard in self.summed.checked)
+        by = [_STRUCTURE, *([_SUMS] if has_sums else []), _VALUES, *([_STATE] if self.state.tensors else [])]
+        by += [f"the norms of {request.before}"] if previous is not None else []
+        return by, [
+            *opened.flaws(),
+            *self.of_copies,
+            *_of_sums(self.summed, self.summed_files, opened),
+            *self.unlike_commit,
+            *self.unreadable,
+            *value_findings(contents, opened.place, opened.roles),
+            *self.state.findings(opened, {content.name: content for content in contents}),
+            *self.unlike_weights,
+            *([] if previous is None else previous.changed_norms(contents, opened)),
+        ]
 
 
 def _all_contents(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from zlib_ng.zlib_ng import crc32
 
-from reshard_mpi.engine.elements import convert
+from reshard_mpi.engine.elements import convert_elements
 from reshard_mpi.engine.open_files import Files, OnBytes
 from reshard_mpi.engine.read import fill
 from reshard_mpi.formats.dtypes import BY_NAME, DType, to_numpy
@@ -50,7 +50,7 @@ _FORMS = {
 }
 _PARTS = {"complex64": BY_NAME["float32"], "complex128": BY_NAME["float64"]}
 _FLOAT64 = BY_NAME["float64"]
-# Numpy widens floats of this size and larger faster than `convert` does.
+# Numpy widens floats of this size and larger faster than `convert_elements` does.
 _FLOAT32_BYTES = 4
 
 
@@ -239,7 +239,7 @@ class ContentPass:
             self._add_squares(finite.view(self._values))
         else:
             wide = self._wide[: len(finite)]
-            convert(finite, self._number, wide.view(np.uint64), _FLOAT64)
+            convert_elements(finite, self._number, wide.view(np.uint64), _FLOAT64)
             self._squares.append(float(np.dot(wide, wide)))
         return has_zeros
 

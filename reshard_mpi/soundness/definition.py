@@ -53,12 +53,12 @@ class ModelConfig(NamedTuple):
         return str(self.values["architectures"][0])
 
     @property
-    def is_quantised(self) -> bool:
-        """Whether the model is quantised: its scales have names that no class of the model tells."""
+    def is_quantized(self) -> bool:
+        """Whether the model is quantized: its scales have names that no class of the model tells."""
         return SCHEME_TEXT in self.values
 
     def unchecked(self, quantization: QuantizedWeights | None) -> str | None:
-        """Return why tensors of a quantised model are not held against it, in a sentence; None: they are.
+        """Return why tensors of a quantized model are not held against it, in a sentence; None: they are.
 
         Args:
             quantization: the weights of the checkpoint that are known to be quantized.
@@ -66,12 +66,12 @@ class ModelConfig(NamedTuple):
         Raises SourceError in place of the sentence if the user has named the configuration.
         """
         weights = () if quantization is None else quantization.weights.values()
-        if not self.is_quantised or (weights and all(stored.weight.scheme.kind != "whole" for stored in weights)):
+        if not self.is_quantized or (weights and all(stored.weight.scheme.kind != "whole" for stored in weights)):
             return None
         if not self.is_asked_for:
-            return f"the tensors are not held against {self.path}, since the model is quantised"
+            return f"the tensors are not held against {self.path}, since the model is quantized"
         raise SourceError(
-            "the model is quantised, so its tensors have scales that its class does not tell",
+            "the model is quantized, so its tensors have scales that its class does not tell",
             expected="the configuration of the model in floating point",
             got=f'"{SCHEME_TEXT}"',
             where=str(self.path),

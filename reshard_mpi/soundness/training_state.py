@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from reshard_mpi.engine.elements import convert, raw_dtype
+from reshard_mpi.engine.elements import convert_elements, raw_dtype
 from reshard_mpi.engine.open_files import Files, OnBytes
 from reshard_mpi.engine.read import fill
 from reshard_mpi.errors import MapError
@@ -200,7 +200,7 @@ def _first_difference(
             read.append(raw)
         stored, wide = read
         rounded = np.empty_like(stored)
-        convert(wide, _FLOAT32, rounded, spec.dtype)
+        convert_elements(wide, _FLOAT32, rounded, spec.dtype)
         on_bytes(wide.nbytes)
         if not np.array_equal(stored, rounded):
             first = int(np.argmax(stored != rounded))

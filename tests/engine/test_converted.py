@@ -14,7 +14,7 @@ from support.plans import planned_singly
 
 from reshard_mpi.engine import elements
 from reshard_mpi.engine.checksums import sum_shard
-from reshard_mpi.engine.elements import convert
+from reshard_mpi.engine.elements import convert_elements
 from reshard_mpi.engine.first_difference import place_of
 from reshard_mpi.engine.open_files import Traffic
 from reshard_mpi.engine.read import takes_numpy
@@ -210,7 +210,7 @@ def test_elements_are_read_wherever_they_begin(tmp_path: Path, offset_bytes: int
     written = np.fromfile(target.path, np.uint16)
     assert written[:2048].tolist() == expected
     rounded = np.empty(500 * 1024, np.uint16)
-    convert(bits[100:].reshape(-1), FLOAT32, rounded, BY_NAME["bfloat16"])
+    convert_elements(bits[100:].reshape(-1), FLOAT32, rounded, BY_NAME["bfloat16"])
     assert written.tobytes() == rounded.tobytes()
     assert traffic.requested_bytes == 500 * 4096
 

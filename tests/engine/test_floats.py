@@ -14,7 +14,7 @@ from support.examples import few
 from support.float_oracle import FORMS, TYPES, Form, became, nearest, rounded, value
 
 from reshard_mpi.engine import elements as floats
-from reshard_mpi.engine.elements import convert
+from reshard_mpi.engine.elements import convert_elements
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.dtypes import BY_NAME, FLOATS
 
@@ -35,7 +35,7 @@ def unsigned(name: str) -> np.dtype[Any]:
 
 def converted(elements: np.ndarray, source: str, target: str) -> tuple[np.ndarray, int]:
     out = np.empty(len(elements), unsigned(target))
-    return out, convert(elements, BY_NAME[source], out, BY_NAME[target])
+    return out, convert_elements(elements, BY_NAME[source], out, BY_NAME[target])
 
 
 def every(name: str) -> np.ndarray:

@@ -222,9 +222,9 @@ def listings(draw: st.DrawFn) -> dcp_peer.Metadata:
     return dcp_peer.Metadata(entries, {name: (name, 1) for name in names}, places)
 
 
-def said(content: bytes, readers: PickleHooks) -> Any:
+def said(content: bytes, hooks: PickleHooks) -> Any:
     """Return what metadata says, or what is wrong with it."""
-    root, end = load(content, readers=readers)
+    root, end = load(content, hooks=hooks)
     try:
         return metadata._metadata(root, end)
     except metadata._Unsound as error:

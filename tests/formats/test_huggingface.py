@@ -447,7 +447,7 @@ def test_an_index_is_read_as_it_is_written(
     weight_map: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.getbasetemp() / INDEX
-    path.write_text(huggingface.write(weight_map, 7), encoding="utf-8")
+    path.write_text(huggingface.index_text(weight_map, 7), encoding="utf-8")
     assert huggingface.read(str(path)) == weight_map
 
 

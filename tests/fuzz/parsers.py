@@ -90,7 +90,7 @@ def dcp_metadata(data: bytes) -> None:
 def torch_pickle(data: bytes) -> None:
     """Read the pickle of a file of torch, and write what it is a pickle of."""
     try:
-        root, _ = unpickler.load(data, readers=Storages().readers)
+        root, _ = unpickler.load(data, hooks=Storages().hooks)
         flattened = flatten_tree.flatten(root, is_tensor)
     except (pickle_hooks.PickleError, nodes.NestError):
         return
@@ -106,7 +106,7 @@ def nest_text(data: bytes) -> None:
     leaves = {name: pickler.WrittenTensor(str(at), kind) for at, name in enumerate(("w", "a.w", "a.0.step", "list.0"))}
     with suppress(nodes.NestError):
         root = rebuild_tree.rebuild(leaves, {NEST: data.decode(errors="replace"), "note": "text"})
-        again, _ = unpickler.load(pickler.dumps(root), readers=Storages().readers)
+        again, _ = unpickler.load(pickler.dumps(root), hooks=Storages().hooks)
         names = {name for name, _ in flatten_tree.flatten(again, is_tensor).tensors}
         assert names <= leaves.keys()
 

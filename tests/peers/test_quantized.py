@@ -12,7 +12,7 @@ from support.examples import few
 from support.quantized import BFLOAT16, SCALE_TYPES, Sample, awq, fp8, gpt_oss, gptq, int8, mxfp4, nvfp4, packed
 
 from reshard_mpi.engine.dequantize import dequantized
-from reshard_mpi.engine.elements import convert
+from reshard_mpi.engine.elements import convert_elements
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.sharding.box import Box
 
@@ -43,7 +43,7 @@ def assert_same(sample: Sample, theirs: Any) -> None:
     ours = dequantized(weight, Box.whole(weight.shape), sample.kinds, sample.reader())
     assert ours.shape == theirs.shape
     raw = np.empty(ours.size, f"u{dtype.itemsize_bytes}")
-    convert(ours.reshape(-1).view(np.uint32), BY_NAME["float32"], raw, dtype)
+    convert_elements(ours.reshape(-1).view(np.uint32), BY_NAME["float32"], raw, dtype)
     expected = theirs.contiguous().reshape(-1)
     numbers = ~expected.isnan().numpy()
     assert numbers.any() and (numbers == ~np.isnan(ours.reshape(-1))).all()

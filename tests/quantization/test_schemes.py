@@ -16,7 +16,7 @@ from reshard_mpi.errors import SourceError, StrategyError
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.quantization.grouping import looks_quantized, quantized_weights
-from reshard_mpi.quantization.schemes import quantization_of, scheme_of
+from reshard_mpi.quantization.schemes import quantization_config_of, quantization_of
 from reshard_mpi.quantization.weights import SCHEME_TEXT, QuantizedWeight, Relation
 
 Stored = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -479,18 +479,18 @@ def test_fp4_experts_beside_fp8_blocks() -> None:
     ],
 )
 def test_where_configurations_stand(values: Mapping[str, Any], method: str) -> None:
-    assert scheme_of(values, "config.json").method == method
+    assert quantization_of(values, "config.json").method == method
     # Files of ranks carry the dictionary as a text.
-    carried = {SCHEME_TEXT: json.dumps(quantization_of(values)), "format": "pt"}
-    assert quantization_of(carried) == quantization_of(values)
-    assert scheme_of(carried, "rank_0").scheme("q") == scheme_of(values, "config.json").scheme("q")
+    carried = {SCHEME_TEXT: json.dumps(quantization_config_of(values)), "format": "pt"}
+    assert quantization_config_of(carried) == quantization_config_of(values)
+    assert quantization_of(carried, "rank_0").scheme("q") == quantization_of(values, "config.json").scheme("q")
 
 
 @pytest.mark.parametrize("values", [{}, {"model_type": "llama"}, {"quantization_config": None}, {"format": "pt"}])
 def test_plain_configurations(values: Mapping[str, Any]) -> None:
-    assert quantization_of(values) is None
+    assert quantization_config_of(values) is None
     with pytest.raises(StrategyError, match="does not say how"):
-        scheme_of(values, "config.json")
+        quantization_of(values, "config.json")
 
 
 def test_groups_are_chosen_by_name_then_pattern_then_class() -> None:
@@ -508,7 +508,7 @@ def test_groups_are_chosen_by_name_then_pattern_then_class() -> None:
             | {"targets": ["Embedding"]},
         },
     }
-    read = scheme_of(config, "config.json")
+    read = quantization_of(config, "config.json")
     names = {"m.0.up": "packed", "m.1.down": "fp8", "m.0.down": "int8", "m.embed_tokens": "int8"}
     assert {name: read.scheme(name).kind for name in names} == names  # type: ignore[union-attr]
     assert read.scheme("m.embed_tokens").block == (1, 0)  # type: ignore[union-attr]
@@ -517,8 +517,8 @@ def test_groups_are_chosen_by_name_then_pattern_then_class() -> None:
 
 def test_settings_that_are_written_in_two_ways() -> None:
     block = {"strategy": "block", "block_structure": "128x64", "num_bits": 8, "type": "float"}
-    assert scheme_of(compressed("float-quantized", **block), "x").scheme("q").block == (128, 64)  # type: ignore[union-attr]
-    nvfp4 = scheme_of({"quant_method": "modelopt", "quant_algo": "nvfp4", "group_size": None}, "x").scheme("q")
+    assert quantization_of(compressed("float-quantized", **block), "x").scheme("q").block == (128, 64)  # type: ignore[union-attr]
+    nvfp4 = quantization_of({"quant_method": "modelopt", "quant_algo": "nvfp4", "group_size": None}, "x").scheme("q")
     assert nvfp4 is not None
     assert (nvfp4.kind, nvfp4.block) == ("nvfp4", (1, 16))
 
@@ -531,7 +531,7 @@ def test_what_dequantizing_must_know_of_zero_points() -> None:
         {**AWQ, "zero_point": False},
         PACK,
     )
-    schemes = [scheme_of(config, "x").scheme("q") for config in configs]
+    schemes = [quantization_of(config, "x").scheme("q") for config in configs]
     assert [(each.name, each.symmetric) for each in schemes if each is not None] == [
         ("gptq", False),
         ("gptq_v2", True),
@@ -543,7 +543,7 @@ def test_what_dequantizing_must_know_of_zero_points() -> None:
 
 def test_modules_that_gptq_changes_or_leaves_out() -> None:
     dynamic = {"-:.*gate.*": {}, r"+:.*\.18\..*": {"bits": 8, "group_size": 64}, r".*\.19\..*": {"desc_act": True}}
-    read = scheme_of({**GPTQ, "dynamic": dynamic}, "config.json")
+    read = quantization_of({**GPTQ, "dynamic": dynamic}, "config.json")
     of = {number: read.scheme(f"model.layers.{number}.q") for number in (1, 18, 19)}
     told = {number: (each.bits, each.block, each.act_order) for number, each in of.items() if each is not None}
     assert told == {1: (4, (1, 128), False), 18: (8, (1, 64), False), 19: (4, (1, 128), True)}
@@ -552,7 +552,9 @@ def test_modules_that_gptq_changes_or_leaves_out() -> None:
 
 def test_layers_of_mixed_precision() -> None:
     layers = {"l.0.experts": {"quant_algo": "NVFP4", "group_size": 16}, "l.*.attn": {"quant_algo": "FP8"}}
-    read = scheme_of({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}, "x")
+    read = quantization_of(
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}, "x"
+    )
     kinds = [each and each.kind for each in map(read.scheme, ("l.0.experts.7.down_proj", "l.3.attn", "l.1.mlp"))]
     assert kinds == ["nvfp4", "fp8", None]
 
@@ -586,7 +588,7 @@ def _group(**weights: Any) -> dict[str, Any]:
 )
 def test_configurations_that_say_something_impossible(config: Mapping[str, Any], words: str) -> None:
     with pytest.raises(StrategyError) as caught:
-        scheme_of(config, "my/config.json")
+        quantization_of(config, "my/config.json")
     assert words in str(caught.value)
     assert "my/config.json" in str(caught.value)
 

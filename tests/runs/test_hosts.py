@@ -20,7 +20,7 @@ from support.stand_ins import doing
 import reshard_mpi
 from reshard_mpi.processes import host as host_names
 from reshard_mpi.processes.comm import SerialComm
-from reshard_mpi.processes.host import HOST_VARIABLE, Identity, distinct_names
+from reshard_mpi.processes.host import HOST_VARIABLE, HostIdentity, distinct_names
 
 pytestmark = pytest.mark.slow
 
@@ -205,14 +205,15 @@ def test_a_process_alone_has_the_name_of_its_host(monkeypatch: pytest.MonkeyPatc
 
 def test_hosts_of_one_name_are_told_apart_by_what_their_kernels_drew() -> None:
     seen = [("a", "11112222"), ("b", "33334444"), ("b", "55556666"), ("a", "11112222"), ("b", "")]
-    assert distinct_names([Identity(*one) for one in seen]) == ["a", "b#33334444", "b#55556666", "a", "b#unknown"]
+    assert distinct_names([HostIdentity(*one) for one in seen]) == ["a", "b#33334444", "b#55556666", "a", "b#unknown"]
 
 
 def test_names_that_are_distinct_stay_as_they_are() -> None:
     # Containers of one machine share its kernel.
-    assert distinct_names([Identity("a", "1111"), Identity("b", "1111"), Identity("a", "1111")]) == ["a", "b", "a"]
+    a, b = HostIdentity("a", "1111"), HostIdentity("b", "1111")
+    assert distinct_names([a, b, a]) == ["a", "b", "a"]
 
 
 def test_a_kernel_that_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_names, "_BOOT_ID", tmp_path / "none")
-    assert Identity.local({HOST_VARIABLE: "a"}) == Identity("a", "")
+    assert HostIdentity.local({HOST_VARIABLE: "a"}) == HostIdentity("a", "")

@@ -420,7 +420,7 @@ def test_many_findings_fit_on_a_screen(jobs: str, tmp_path: Path) -> None:
             ({**CONFIG, "architectures": ["\x1b[31mOther"]}, "no such architecture"),
             ({**CONFIG, "architectures": ["Other"], "auto_map": {"AutoModel": "code.py"}}, "never run"),
             ({**CONFIG, "architectures": ["PicklyForCausalLM"]}, "these settings"),
-            ({**CONFIG, "quantization_config": {"bits": 8}}, "quantised"),
+            ({**CONFIG, "quantization_config": {"bits": 8}}, "quantized"),
         ],
     ),
 )

@@ -88,7 +88,7 @@ def test_the_definition_is_that_of_the_model_without_quantization(name: str, tmp
     folder = saved(tmp_path / "src", made(), quantization, **CONFIG)
     finished = done("audit", folder, "--strict", "--jobs", "1")
     assert "TinyMoeForCausalLM of transformers 4.99" in finished.out and finished.out.endswith(": sound\n")
-    assert "quantised" not in finished.err
+    assert "quantized" not in finished.err
     (folder / "config.json").rename(tmp_path / "config.json")
     assert audited(folder, "--config", str(tmp_path / "config.json"), "--strict") == set()
     (folder / "quantize_config.json").write_text(json.dumps(quantization))
@@ -119,8 +119,8 @@ def test_schemes_that_are_only_known_by_name_are_not_held_against_a_definition(t
     tensors[f"{Q_PROJ}.scale"] = np.ones(8, np.float32)
     folder = saved(tmp_path / "src", tensors, {"quant_method": "of_tomorrow"}, **CONFIG)
     assert audited(folder) == set()
-    assert "since the model is quantised" in done("audit", folder, "--jobs", "1").err
-    assert "quantised" in refused("audit", folder, "--config", folder, "--jobs", "1")
+    assert "since the model is quantized" in done("audit", folder, "--jobs", "1").err
+    assert "quantized" in refused("audit", folder, "--config", folder, "--jobs", "1")
 
 
 def value(array: Array, number: float) -> Array:

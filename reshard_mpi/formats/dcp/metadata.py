@@ -131,8 +131,8 @@ def _without_plans(content: bytes, file: SourceFile) -> Metadata:
 
 
 def _loaded(content: bytes) -> tuple[Value, int]:
-    readers = PickleHooks(no_persistent_ids, {**PLAIN_CALLS, SIZE: numbers}, States().readers)
-    return load(content, readers=readers, budget_bytes=_BUDGET_BYTES)
+    hooks = PickleHooks(no_persistent_ids, {**PLAIN_CALLS, SIZE: numbers}, States().readers)
+    return load(content, hooks=hooks, budget_bytes=_BUDGET_BYTES)
 
 
 def _content(file: SourceFile) -> tuple[bytes, bool]:

@@ -160,9 +160,9 @@ def _of_several_ranks(states: RankStates, read: UniversalStates, folder: str) ->
         for name in model.buffers:
             own = tensors.get(name)
             if type(own) is HeldTensor and name not in read.besides:
-                first = buffers.setdefault(name, own.whole._replace(pieces=()))
+                first = buffers.setdefault(name, own.as_one_piece._replace(pieces=()))
                 if (own.dtype, own.shape) == (first.dtype, first.shape):
-                    buffers[name] = first._replace(pieces=(*first.pieces, *own.whole.pieces))
+                    buffers[name] = first._replace(pieces=(*first.pieces, *own.as_one_piece.pieces))
     yield from buffers.items()
     for model in states.models.values():
         known = {*read.trained, *read.besides, *model.shared, *buffers}
@@ -205,7 +205,7 @@ def _weights(
 
 
 def _as_whole(tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Value]]:
-    yield from ((name, value.whole if type(value) is HeldTensor else value) for name, value in tensors)
+    yield from ((name, value.as_one_piece if type(value) is HeldTensor else value) for name, value in tensors)
 
 
 def _of_file(path: str) -> Iterator[tuple[str, Value]]:
@@ -221,7 +221,7 @@ def _frozen(states: RankStates, model_rank: int) -> Iterator[tuple[str, TensorPi
     models = [model for ranks, model in states.models.items() if ranks.model == model_rank]
     if not states.is_sliced:
         fragments = models[0].fragments.items()
-        yield from ((name, tensor.whole) for name, tensor in fragments if type(tensor) is HeldTensor)
+        yield from ((name, tensor.as_one_piece) for name, tensor in fragments if type(tensor) is HeldTensor)
         return
     for name, shape in models[0].frozen.items():
         vectors = [_vector(name, model.fragments.get(name), model.path) for model in models]
@@ -236,7 +236,7 @@ def _frozen(states: RankStates, model_rank: int) -> Iterator[tuple[str, TensorPi
                 where=models[0].path,
             ) from None
         ranges = tuple(vectors[run.rank].range(run.start, run.length) for run in runs)
-        yield name, HeldTensor(vectors[0].dtype, shape, ByteRanges(ranges)).whole
+        yield name, HeldTensor(vectors[0].dtype, shape, ByteRanges(ranges)).as_one_piece
 
 
 def _vector(name: str, fragment: Value, path: str) -> FlatVector:
@@ -342,7 +342,9 @@ def read_universal(folder: str, states: RankStates) -> UniversalStates:
         trained[name] = _parameter(name, weights.shape if shape is None else shape, own, of_all, number, folder)
     _require_alike(trained, folder)
     besides = {
-        name: tensor.whole for name, own in by_name.items() if isinstance(tensor := own.get(_WEIGHTS), HeldTensor)
+        name: tensor.as_one_piece
+        for name, own in by_name.items()
+        if isinstance(tensor := own.get(_WEIGHTS), HeldTensor)
     }
     values = {key: plain(value) for key, value in text_pairs(root) if key not in (*LAYOUT_KEYS, *_OF_VECTORS)}
     return UniversalStates(trained, besides, settings, values, content.starts, path)
@@ -395,7 +397,7 @@ def _parameter(
                 where=str(Path(folder, PARAMETERS, name, f"{kind}{_SUFFIX}")),
                 remedy=_RESTORE,
             )
-        state[kind] = value._replace(shape=shape).whole
+        state[kind] = value._replace(shape=shape).as_one_piece
     return TrainedParameter(shape, state.pop(_WEIGHTS), state, others, number)
 
 

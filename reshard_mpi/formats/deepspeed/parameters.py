@@ -189,7 +189,7 @@ def _held(
     try:
         for shape, own in zip(shapes, runs, strict=True):
             ranges = tuple(vectors[run.rank].range(run.start, run.length) for run in own)
-            yield HeldTensor(vectors[0].dtype, shape, ByteRanges(ranges)).whole
+            yield HeldTensor(vectors[0].dtype, shape, ByteRanges(ranges)).as_one_piece
     except SizeError as error:
         raise ShardError(
             f"group {number} of a DeepSpeed optimizer does not have the parameters that are listed",

@@ -108,7 +108,7 @@ def _of_file(stored: StoredTensor, training: DeepSpeedTraining) -> TensorPieces:
     model = training.model
     of_model = stored.storage.key in model.starts
     starts, path = (model.starts, model.path) if of_model else (training.starts, training.path)
-    return held(stored, starts, path).whole
+    return held(stored, starts, path).as_one_piece
 
 
 def _weights(training: DeepSpeedTraining, folder: str) -> Iterator[tuple[str, Value]]:
@@ -181,7 +181,7 @@ def _optimizer(training: DeepSpeedTraining, weights: Mapping[str, Value]) -> Dic
     state = Dict()
     for name, parameter in training.trained.items():
         others = parameter.others.items()
-        besides = ((key, value.whole if type(value) is HeldTensor else value) for key, value in others)
+        besides = ((key, value.as_one_piece if type(value) is HeldTensor else value) for key, value in others)
         own = Dict.of((*besides, *parameter.state.items()))
         if weights[name].dtype != parameter.weights.dtype:
             own.flat += ["fp32_param", parameter.weights]

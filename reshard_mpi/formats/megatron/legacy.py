@@ -80,7 +80,7 @@ def read_legacy(folder: str) -> FolderTraining:
         *_of_other_ranks(ranks),
     )
     training = SavedTraining({**weights, **others}, optimizer.state, optimizer.groups, values)
-    return FolderTraining(training, lambda stored: held(stored, first.starts, first.path).whole, left_out)
+    return FolderTraining(training, lambda stored: held(stored, first.starts, first.path).as_one_piece, left_out)
 
 
 def _weights(models: Sequence[RankModel]) -> dict[str, TensorPieces]:
@@ -108,7 +108,7 @@ def _others(models: Sequence[RankModel]) -> tuple[dict[str, Value], list[str]]:
         if len(values) > 1 and (not is_alike or (type(value) is StoredTensor and 0 not in value.shape)):
             own.append(key)
         else:
-            kept[key] = held(value, rank.starts, rank.path).whole if type(value) is StoredTensor else value
+            kept[key] = held(value, rank.starts, rank.path).as_one_piece if type(value) is StoredTensor else value
     return kept, own
 
 

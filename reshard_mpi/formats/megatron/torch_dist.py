@@ -112,7 +112,7 @@ def read_training(folder: str) -> FolderTraining:
 
     def of_file(stored: StoredTensor) -> TensorPieces:
         if stored.storage.key in of_common:
-            return held(stored, of_common, str(Path(folder, COMMON))).whole
+            return held(stored, of_common, str(Path(folder, COMMON))).as_one_piece
         file, place = storages[stored.storage.key]
         return _held(stored, file, place)
 
@@ -221,7 +221,7 @@ def _held(stored: StoredTensor, file: LocatedFile, place: StoragePlace) -> Tenso
         raise ShardError(
             "a file of a Megatron checkpoint has the byte order that this machine has not", where=file.tensors.path
         )
-    return own.whole
+    return own.as_one_piece
 
 
 def _sorted(found: Mapping[str, Value], common: Mapping[str, Value], folder: str) -> _Objects:

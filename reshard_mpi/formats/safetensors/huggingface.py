@@ -35,7 +35,7 @@ from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import KIB, MIB, shortened
 
 _METADATA_KEY, _TOTAL, _MAP = "metadata", "total_size", "weight_map"
-_ENDING = ".safetensors"
+_SUFFIX = ".safetensors"
 _MAX_FILE_BYTES = 1024
 _REMEDY = "restore files and index of one and the same save, or choose files without the index (--select 'model-*')"
 
@@ -86,7 +86,7 @@ class _Map:
         if type(file) is not str or (file not in file_names and not _is_inside(file)):
             raise text.damage(
                 f"the index of a checkpoint says that {name!r} lies outside of its folder, or in no file of it",
-                expected=f"the name of a file in the folder, which ends in {_ENDING}",
+                expected=f"the name of a file in the folder, which ends in {_SUFFIX}",
                 got=shown(file),
             )
         self._kept_bytes += structure.kept_bytes(name)
@@ -101,10 +101,10 @@ class _Map:
 def _is_inside(file: str) -> bool:
     """Tell whether a path names a file of the folder, or of one in it, whatever the links there are."""
     is_short = len(file.encode()) <= _MAX_FILE_BYTES
-    return is_short and all(map(structure.is_file_name, file.split("/"))) and file.endswith(_ENDING)
+    return is_short and all(map(structure.is_file_name, file.split("/"))) and file.endswith(_SUFFIX)
 
 
-def write(files_of: Mapping[str, str], total_bytes: int) -> str:
+def index_text(files_of: Mapping[str, str], total_bytes: int) -> str:
     """Return the text of the index: the file of each tensor, and their total size."""
     facts = {_METADATA_KEY: {_TOTAL: total_bytes}, _MAP: dict(files_of)}
     return json.dumps(facts, indent=2, sort_keys=True) + "\n"
@@ -138,7 +138,7 @@ def require_all(weight_map: Mapping[str, str], held: Collection[str], folder: st
         )
 
 
-NAME, _SUFFIX = "hf", ".safetensors"
+NAME = "hf"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAP, HYPER = "param_name_map.json", "hyper_param.safetensors"
 _METADATA = {FORMAT: TORCH}
@@ -229,7 +229,7 @@ def index_files(held: Sequence[Manifest]) -> dict[str, bytes]:
         return {}
     weight_map = {name: Path(file.path).name for file in held for name in file.tensors}
     total_bytes = sum(entry.size_bytes for file in held for entry in file.tensors.values())
-    return {INDEX: write(weight_map, total_bytes).encode()}
+    return {INDEX: index_text(weight_map, total_bytes).encode()}
 
 
 def _listing(folder: str) -> _FolderFiles:

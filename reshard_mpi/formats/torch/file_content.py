@@ -15,7 +15,7 @@ from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, Converted, Location
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.nest import flatten_tree, nodes
+from reshard_mpi.formats.nest import flatten_tree
 from reshard_mpi.formats.nest.nodes import LESS, NestError, Value, entry_of
 from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS, ChunkedTensors, ListedChunk, TensorTable, TensorType
 from reshard_mpi.formats.torch.archive import Archive, Member, is_archive, program
@@ -27,7 +27,7 @@ from reshard_mpi.text import MIB
 
 # The pickle of 100,000 tensors has 12 MB.
 _MAX_PICKLE_BYTES = 40 * MIB
-# What this program adds to archives whose names alone do not tell how it met them (`write_archive`).
+# The member in which this program keeps what the pickle has no place for: strings, and the pickle's CRC-32.
 OWN_RECORD = ".reshard_mpi"
 _MAX_OWN_BYTES = 24 * MIB
 _NEWEST_VERSION = 10
@@ -48,7 +48,7 @@ class FileContent(NamedTuple):
 
     root: Value
     starts: Mapping[str, int]
-    swapped: bool  # the elements have the byte order this machine has not
+    swapped: bool  # the elements are in the other byte order than this machine's
     # CRC-32 of the archive's pickle: as its directory says, and of what lies there
     pickle_crc: int = 0
     found_crc: int = 0
@@ -70,7 +70,7 @@ class Storages:
         self._prefix = prefix
 
     @property
-    def readers(self) -> PickleHooks:
+    def hooks(self) -> PickleHooks:
         """The hooks with which the pickle is read."""
         return PickleHooks(self._storage, CALLS)
 
@@ -95,7 +95,7 @@ def content_of(file: SourceFile, prefix: str = "") -> FileContent:
     if is_archive(start):
         return of_archive(Archive(file), prefix=prefix)
     if start.startswith(_START):
-        return _of_pickles(file, prefix)
+        return _of_older_layout(file, prefix)
     raise structure.other_kind(start, file.path, "a file that torch.save writes") or ShardError(
         "a shard is no file that torch.save writes",
         expected="a zip archive, or the older layout with its number",
@@ -175,7 +175,7 @@ def _member_bytes(file: SourceFile, member: Member, most_bytes: int, name: str) 
 
 def _unpickled(data: bytes, storages: Storages, path: str, budget_bytes: int) -> Value:
     try:
-        root, end = load(data, readers=storages.readers, budget_bytes=budget_bytes)
+        root, end = load(data, hooks=storages.hooks, budget_bytes=budget_bytes)
         if end != len(data):
             raise PickleError("a pickle ends before its member does", end)
     except PickleError as error:
@@ -183,12 +183,12 @@ def _unpickled(data: bytes, storages: Storages, path: str, budget_bytes: int) ->
     return root
 
 
-def _of_pickles(file: SourceFile, prefix: str) -> FileContent:
+def _of_older_layout(file: SourceFile, prefix: str) -> FileContent:
     """Read the content of a file of the older layout. Raises ShardError if it is not sound."""
     length_bytes = _FIRST_BYTES
     while True:
         try:
-            return _legacy_content(file.read(0, length_bytes), file, prefix)
+            return _older_content(file.read(0, length_bytes), file, prefix)
         except PickleCutShortError as error:
             if length_bytes >= min(file.size_bytes, _MAX_PICKLE_BYTES):
                 raise error.of_shard(file.path) from None
@@ -197,7 +197,7 @@ def _of_pickles(file: SourceFile, prefix: str) -> FileContent:
             raise error.of_shard(file.path) from None
 
 
-def _legacy_content(data: bytes, file: SourceFile, prefix: str) -> FileContent:
+def _older_content(data: bytes, file: SourceFile, prefix: str) -> FileContent:
     """Read the pickles at the beginning of a file, and look where its storages lie."""
     _, offset = load(data)
     protocol, offset = load(data, offset)
@@ -206,13 +206,15 @@ def _legacy_content(data: bytes, file: SourceFile, prefix: str) -> FileContent:
     if protocol != _PROTOCOL or type(is_little) is not bool:
         raise PickleError("an older checkpoint of torch has an unknown beginning", offset)
     storages = Storages(prefix)
-    root, offset = load(data, offset, storages.readers)
+    root, offset = load(data, offset, storages.hooks)
     keys, offset = load(data, offset)
     starts: dict[str, int] = {}
-    checked, sizes = _checked(keys, storages, offset), [*_sizes(keys, storages, offset)]
+    storage_keys = _storage_keys(keys, storages, offset)
+    sizes = [*_sizes(storage_keys, storages, offset)]
     ends = accumulate((_COUNT_BYTES + length_bytes for _, length_bytes in sizes), initial=offset)
+    # A count lies before each storage; an object store is asked for many of them at once.
     counts = structure.foreseen(file, [(end, end + _COUNT_BYTES) for end in ends][:-1])
-    for key, (elements, length_bytes), _ in zip(checked, sizes, counts):
+    for key, (elements, length_bytes), _ in zip(storage_keys, sizes, counts):
         counted = file.read(offset, _COUNT_BYTES)
         start = offset + _COUNT_BYTES
         starts[prefix + key] = start
@@ -226,8 +228,11 @@ def _legacy_content(data: bytes, file: SourceFile, prefix: str) -> FileContent:
     return FileContent(root, starts, is_little != (sys.byteorder == "little"))
 
 
-def _checked(keys: Value, storages: Storages, offset: int) -> list[str]:
-    """Return the keys of all storages in the order in which they lie in the file."""
+def _storage_keys(keys: Value, storages: Storages, offset: int) -> list[str]:
+    """Return the keys of all storages in the order in which they lie in the file.
+
+    Raises PickleError if `keys` are not those of the storages that the pickle names.
+    """
     if type(keys) is not list or not all(type(key) is str for key in keys):
         raise PickleError("an older checkpoint of torch has no list of its storages", offset)
     named = storages.by_key.keys() | storages.unknown.keys()
@@ -281,7 +286,7 @@ class HeldTensor(NamedTuple):
     place: Location
 
     @property
-    def whole(self) -> TensorPieces:
+    def as_one_piece(self) -> TensorPieces:
         """The same tensor as one piece."""
         return TensorPieces(self.dtype, self.shape, ((Box.whole(self.shape), self.place),))
 
@@ -347,7 +352,7 @@ def listed(
     """
     try:
         flattened = flatten_tree.flatten(root, lambda value: type(value) is TensorPieces or type(value) is StoredTensor)
-    except nodes.NestError as error:
+    except NestError as error:
         raise error.of_file(f"a {title}", folder) from None
     tensors, table = ChunkedTensors(folder), TensorTable(folder)
     for name, leaf in flattened.tensors:

@@ -1,4 +1,4 @@
-"""Define the hooks by which a caller builds objects from a pickle, and errors (`PickleHooks`)."""
+"""Define hooks that build objects from a pickle (`PickleHooks`), and which names run code (`runs_code`)."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ PLAIN_CALLS: Mapping[Global, Callable[..., Value]] = {
     CODECS_ENCODE: decoded_bytes,
     BYTES: lambda: b"",
 }
-PLAIN_READERS = PickleHooks(no_persistent_ids, PLAIN_CALLS)
+PLAIN_HOOKS = PickleHooks(no_persistent_ids, PLAIN_CALLS)
 
 
 # Modules that serve to run something: a checkpoint that names one of them is none. What they would have done is not

@@ -17,7 +17,7 @@ from reshard_mpi.formats.torch.pickle_hooks import (
     GETATTR,
     OLD_MODULES,
     OLD_NAMES,
-    PLAIN_READERS,
+    PLAIN_HOOKS,
     PickleCutShortError,
     PickleError,
     PickleHooks,
@@ -56,15 +56,15 @@ _LOOKED_AT_BYTES = 4096
 
 
 def load(
-    data: bytes, start: int = 0, readers: PickleHooks = PLAIN_READERS, budget_bytes: int = BUDGET_BYTES
+    data: bytes, start: int = 0, hooks: PickleHooks = PLAIN_HOOKS, budget_bytes: int = BUDGET_BYTES
 ) -> tuple[Value, int]:
     """Read the pickle that begins at byte `start` of `data`; return its object and where it ends.
 
-    Raises CutShortError if it has no end, PickleError for anything that no checkpoint has: unknown opcodes, what runs
-    code, more than fits `budget_bytes`.
+    Raises PickleCutShortError if it has no end, PickleError for anything that no checkpoint has: unknown opcodes, what
+    runs code, more than fits `budget_bytes`.
     """
     with without_collections():
-        return _SafeUnpickler(data, start, readers, budget_bytes).run()
+        return _SafeUnpickler(data, start, hooks, budget_bytes).run()
 
 
 @contextmanager
@@ -82,10 +82,10 @@ def without_collections() -> Iterator[None]:
 class _SafeUnpickler:
     """One pickle while it is read."""
 
-    def __init__(self, data: bytes, start: int, readers: PickleHooks, budget_bytes: int) -> None:
+    def __init__(self, data: bytes, start: int, hooks: PickleHooks, budget_bytes: int) -> None:
         self._data = data
         self._start = start
-        self._readers = readers
+        self._hooks = hooks
         self._budget_bytes = budget_bytes
         self._globals: dict[tuple[str, str], Global] = {}
         # Memo entries whose number is not the next one: a real pickler has left some out.
@@ -93,7 +93,7 @@ class _SafeUnpickler:
 
     def run(self) -> tuple[Value, int]:
         data, size, costs = self._data, len(self._data), _COSTS
-        calls, objects, persistent = self._readers.calls, self._readers.objects, self._readers.persistent
+        calls, objects, persistent = self._hooks.calls, self._hooks.objects, self._hooks.persistent
         stack: list[Value] = []
         outer: list[list[Value]] = []
         memo: list[Value] = []
