@@ -104,10 +104,12 @@ def applied_to_file(
     attempts = [(below, like_below, like is None), (training, like, False)]
     if below is training and like_below is like:
         attempts = attempts[1:]
+    outside = frozenset(name for name in inventory if below is not training and not name.startswith(MODEL))
+    of_model = choice._replace(beside=outside)
     errors: list[MapError] = []
     for own, own_like, is_below in attempts:
         try:
-            return _mapped(rules, choice, inventory, source, own, forward, own_like, is_below=is_below)
+            return _mapped(rules, of_model, inventory, source, own, forward, own_like, is_below=is_below)
         except UnfitMapError as error:
             errors.append(error)
     raise errors[0]
@@ -155,23 +157,32 @@ def _mapped(
     of_optimizers = tuple(begin for optimizer in optimizers for begin in begins_of(optimizer.path))
     choice = choice._replace(
         owners={state.removeprefix(prefix): owner.removeprefix(prefix) for state, owner in told},
-        beside=frozenset(
-            name for name, in_file in named.items() if in_file.startswith(of_optimizers) or (is_below and name in apart)
-        ),
+        beside=frozenset(name for name, own in named.items() if own in choice.beside or own.startswith(of_optimizers)),
     )
+    # Names are first those of all that is made: what is left out is left out by them.
+    selects = not is_below or not choice.leaves_out
     settings = settings_of_all(training, source.nest)
     begin = training.prefix  # what names of the model begin with in the target, and names in the optimizer do not
     while True:
         in_target = _below_prefix(training, apart) if is_below else _names_in_target(training, like, begin)
-        chain = tuple(chained(rules, choice._replace(named=in_target), plain, forward, like, settings))
+        asked = choice if selects else choice._replace(include=None, exclude=())
+        try:
+            chain = tuple(chained(rules, asked._replace(named=in_target), plain, forward, like, settings))
+        except MapError:
+            if selects:
+                raise
+            selects = True  # what is in the way may be left out
+            continue
         in_files = _chain_in_files(chain, named, in_target)
         all_made = composed(in_files)
         if is_below:
-            strangers = {number.name: number.name for number in chain[-1].computed}
             sources_by_name = {own.name: _sources(tensor) for own, tensor in zip(chain[-1].made, all_made, strict=True)}
-            strangers |= _made_apart(training, sources_by_name, of_optimizers)
+            strangers = _made_apart(training, chain, sources_by_name, of_optimizers)
             if not strangers.keys() <= apart.keys():
                 apart = strangers | apart
+                continue
+            if not selects:
+                selects = True
                 continue
         begin_before = begin
         if not is_stripped:
@@ -211,7 +222,10 @@ def _mapped(
     in_target_of = [in_target] * len(between)
     if is_below:
         sources_between = [{tensor.name: _sources(tensor) for tensor in made} for made in between]
-        strangers_of = [_made_apart(training, sources, of_optimizers) for sources in sources_between]
+        strangers_of = [
+            _made_apart(training, chain[:number], sources, of_optimizers)
+            for number, sources in enumerate(sources_between, 1)
+        ]
         in_target_of = [_below_prefix(training, beside | strangers) for strangers in strangers_of]
     steps = [*steps_of(in_files, in_target_of)] if between else ()
     new = renamed(nest, training._replace(prefix=begin), inventory, all_parameters, tensors, source.path, steps)
@@ -303,20 +317,35 @@ def _below_prefix(training: Training, apart: Mapping[str, str]) -> Callable[[str
 
 
 def _made_apart(
-    training: Training, sources_of: Mapping[str, Collection[str]], of_optimizers: tuple[str, ...]
+    training: Training,
+    chain: Sequence[MapResult],
+    sources_of: Mapping[str, Collection[str]],
+    of_optimizers: tuple[str, ...],
 ) -> dict[str, str]:
     """Return the names of tensors that do not go into the model, and what these are called in the target.
 
     What lies beside the model stays there, whatever it is called: `ema.w`, `average.w`. State that a map names after
-    parameters has their whole names: `moment1.model.w`.
+    parameters has their whole names: `moment1.model.w`. So has what is made up as state. Numbers that are computed have
+    no other names.
 
     Args:
+        chain: the maps' results by plain names.
         sources_of: by the names that maps give, the names of the sources in the file.
         of_optimizers: what names in optimizers begin with.
     """
+    numbers: set[str] = set()
+    made_up: set[str] = set()
+    for mapped in chain:
+        made = [(tensor.name, _sources(tensor)) for tensor in mapped.made] if numbers or made_up else []
+        numbers = {name for name, own in made if own and numbers.issuperset(own)} | {n.name for n in mapped.computed}
+        made_up = {name for name, own in made if own and made_up.issuperset(own)} | {c.name for c in mapped.constants}
     states = {name for name, own in sources_of.items() if own and all(each.startswith(of_optimizers) for each in own)}
-    parameters = sources_of.keys() - states
-    names = {}
+    parameters = sources_of.keys() - states - made_up - numbers
+    names = {name: name for name in numbers}
+    for name in made_up:
+        parted = parted_anywhere(name, parameters)
+        if parted is not None:
+            names[name] = parted[1].around(f"{training.prefix}{parted[0]}")
     for name, sources in sources_of.items():
         keys = {source.partition(".")[0] for source in sources}
         if name in states and not name.startswith((training.state, *of_optimizers)):

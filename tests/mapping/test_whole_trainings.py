@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -577,3 +578,95 @@ def test_what_lies_beside_the_model_may_get_another_key(tmp_path: Path, has_more
     loaded = torch_peer.load(dst / "rank_0/checkpoint_0.pt")
     assert loaded.keys() == {"model", "optimizer", "model_ema", "other"}
     assert [*loaded["model"]] == ["z.w" if has_more else "fc.w"] and [*loaded["model_ema"]] == ["p.w"]
+
+
+def mindspore_names(names: Iterable[str]) -> set[str]:
+    return {f"{begin}model.{name}" for begin in ("", "moment1.", "moment2.") for name in names}
+
+
+def for_mindspore() -> dict[str, Any]:
+    arrays = {name: np.arange(6, dtype=np.float32) for name in ("fc.w", "mlp.w", "lin.w")}
+    state = {
+        name: {"step": tensor(np.float32(3)), "exp_avg": tensor(array), "exp_avg_sq": tensor(array)}
+        for name, array in arrays.items()
+    }
+    groups = [{"lr": 0.1, "betas": (0.9, 0.99), "params": [*arrays]}]
+    model = {name: tensor(array) for name, array in arrays.items()}
+    return {"model": model, "optimizer": {"state": state, "param_groups": groups}}
+
+
+NUMBERS = {"global_step", "beta1_power", "beta2_power", "learning_rate"}
+
+
+@pytest.mark.parametrize(
+    "maps",
+    [
+        ["torch-mindspore"],
+        ["torch-mindspore", "fc.{p*} <=> first.{p*}"],
+        ["fc.{p*} <=> first.{p*}", "torch-mindspore"],
+        ["torch-mindspore", "fc.{p*} <=> second.{p*}", "second.{p*} <=> first.{p*}"],
+    ],
+)
+def test_numbers_that_any_map_computes_are_none_of_the_model(tmp_path: Path, maps: list[str]) -> None:
+    found = held(converted(tmp_path, for_mindspore(), map=maps, forward=True, to="safetensors"))
+    first = "fc.w" if len(maps) == 1 else "first.w"
+    assert found.keys() == mindspore_names([first, "mlp.w", "lin.w"]) | NUMBERS
+    assert found["global_step"] == 3
+
+
+def test_state_that_is_made_up_has_the_whole_name_of_its_parameter(tmp_path: Path) -> None:
+    entries = """
+        [[map]]
+        state = "optimizer.state.{p*}.exp_avg <=> accum.{p*}"
+        [[map]]
+        fill = { name = "stat.{p*}", value = 0, beside = "accum.{p*}" }
+        """
+    (tmp_path / "map.toml").write_text(entries)
+    found = held(converted(tmp_path, for_mindspore(), map=tmp_path / "map.toml", forward=True, to="safetensors"))
+    assert {"accum.model.fc.w", "stat.model.fc.w"} <= found.keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "parameters", "rest"),
+    [
+        ({"exclude": "model.m*"}, ["fc.w", "lin.w"], NUMBERS),
+        ({"exclude": "model.l*"}, ["fc.w", "mlp.w"], NUMBERS),
+        ({"exclude": "moment?.*"}, [], NUMBERS | {"model.fc.w", "model.mlp.w", "model.lin.w"}),
+        ({"include": ["model.*", "moment?.*"]}, ["fc.w", "mlp.w", "lin.w"], set()),
+    ],
+)
+def test_what_is_left_out_has_its_name_in_the_target(
+    tmp_path: Path, options: dict[str, Any], parameters: list[str], rest: set[str]
+) -> None:
+    found = held(converted(tmp_path, for_mindspore(), map="torch-mindspore", forward=True, to="safetensors", **options))
+    assert found.keys() == mindspore_names(parameters) | rest
+    with pytest.raises(MapError, match="matches no tensor"):
+        converted(
+            tmp_path, for_mindspore(), map="torch-mindspore", forward=True, exclude="model.moment1.*", overwrite=True
+        )
+
+
+@pytest.mark.parametrize(
+    ("maps", "beside"),
+    [
+        (["extra.{p*} <=> more.{p*}", "{p*} <=> net.{p*}"], {"more.a.v", "rng"}),
+        (["rng <=> random", "{p*} <=> net.{p*}"], {"extra.a.v", "random"}),
+        (["{p*} <=> net.{p*}", "extra.{p*} <=> more.{p*}"], {"more.a.v", "rng"}),
+    ],
+)
+def test_maps_of_what_lies_beside_the_model_change_nothing_in_it(
+    tmp_path: Path, maps: list[str], beside: set[str]
+) -> None:
+    source = training() | {"extra": {"a": {"v": tensor(np.ones(3, np.float32))}}, "rng": tensor(np.arange(3))}
+    found = held(converted(tmp_path, source, map=maps, forward=True, to="torch"))
+    names = [f"model.net.{name}" for name in (*WEIGHTS, "scale")]
+    names += [f"optimizer.state.net.{name}.{key}" for name in WEIGHTS for key in ("step", "exp_avg")]
+    assert found.keys() == {*names, *beside, "client_state.seen"}
+
+
+def test_no_equation_for_any_name_takes_what_lies_beside_the_model_alone(tmp_path: Path) -> None:
+    source = training() | {"extra": {"a": {"v": tensor(np.ones(3, np.float32))}}}
+    with pytest.raises(MapError, match=r"applies nowhere|no tensor|does nothing"):
+        converted(tmp_path, source, map="{p*}.v <=> {p*}.u", forward=True, to="torch")
+    found = held(converted(tmp_path, source, map="extra.{p*}.v <=> extra.{p*}.u", forward=True, to="torch"))
+    assert "extra.a.u" in found
