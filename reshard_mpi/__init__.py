@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from reshard_mpi.api import open as open
     from reshard_mpi.errors import (
         BudgetError,
+        ChecksumError,
         CoverageError,
         DamageError,
         DifferenceError,
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = [
     "BudgetError",
+    "ChecksumError",
     "CoverageError",
     "DamageError",
     "DifferenceError",

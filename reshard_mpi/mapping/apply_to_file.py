@@ -159,7 +159,7 @@ def _mapped(
         owners={state.removeprefix(prefix): owner.removeprefix(prefix) for state, owner in told},
         beside=frozenset(name for name, own in named.items() if own in choice.beside or own.startswith(of_optimizers)),
     )
-    # Names are first those of all that is made: what is left out is left out by them.
+    # First all is named, so that something is left out by its name in the target.
     selects = not is_below or not choice.leaves_out
     settings = settings_of_all(training, source.nest)
     begin = training.prefix  # what names of the model begin with in the target, and names in the optimizer do not

@@ -197,7 +197,7 @@ def committed_tensors(
 
 
 def missing_from(names: Container[str], commit: CommittedSums) -> Iterator[str]:
-    """Yield the tensors that were committed, and are not among those of a source, though it has all of the files."""
+    """Yield the tensors that were committed, and that a source with all of the files lacks."""
     for name in commit.sums if commit.are_all else ():
         if name not in names and not is_partial_sum(name):
             yield name
@@ -206,7 +206,7 @@ def missing_from(names: Container[str], commit: CommittedSums) -> Iterator[str]:
 def changed_since_commit(
     commit: CommittedSums, tensors: list[TensorPlan], source: str, limits: Limits, on_bytes: OnBytes
 ) -> Iterator[tuple[str, ShardError]]:
-    """Yield those of these tensors of a source, by name, whose sum is not the one they were committed with."""
+    """Yield the tensors, by name, whose sum is not the one they were committed with. source: what errors call it."""
     for summed in sum_tensors(tensors, limits=limits, on_bytes=on_bytes):
         spec, expected = summed.tensor, commit.sums[summed.tensor.name]
         got = f"{sum_of_whole([summed.found], spec.size_bytes):08x}"

@@ -238,10 +238,7 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
 
 
 def with_unnamed_files(files: ShardFiles) -> ShardFiles:
-    """Return the files of a folder, each by itself, with those that were committed and that its index does not name.
-
-    That is a file without tensors.
-    """
+    """Return the files of a folder, each by itself, with committed files that its index does not name."""
     folder = folder_of_records(files.path, files.format)
     record = None if holds_another(folder) else CommitRecord.read(folder)
     if record is None:

@@ -351,7 +351,7 @@ def _of_sums(summed: Outcome, files: ShardFiles, opened: AuditedCheckpoint) -> I
 def _of_commit(
     contents: Iterable[TensorContent], commit: CommittedSums, opened: AuditedCheckpoint, comm: Comm, progress: Progress
 ) -> list[Finding]:
-    """Return the tensors that are not what was committed, and those that were and are not there.
+    """Return the tensors that are not what was committed, or were committed and are not there.
 
     Of a format that packs, the parts of tensors in its files are summed, each process its share, if they have no
     records.
