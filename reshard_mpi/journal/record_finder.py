@@ -76,7 +76,7 @@ class RecordFinder:
         if of_folder is not None:
             return of_folder
         if folder not in self._rank_of:
-            self._rank_of[folder] = _ranks_by_file(folder)
+            self._rank_of[folder] = ranks_by_file(folder)
         return self._rank_of[folder].get(file)
 
 
@@ -314,7 +314,7 @@ def target_folders_of(path: str) -> Iterator[tuple[Path, str]]:
                 yield folder, whole.relative_to(folder).as_posix()
 
 
-def _ranks_by_file(folder: Path) -> dict[str, int]:
+def ranks_by_file(folder: Path) -> dict[str, int]:
     """Return the target ranks of the files in a target folder, as far as no rank folders say them."""
     committed = CommitRecord.read(folder)
     if committed is not None:

@@ -49,13 +49,9 @@ from reshard_mpi.mapping.stranded_state import (
     require_none_stranded,
     states_as_parameters,
 )
-from reshard_mpi.mapping.tensor_kinds import (
-    is_named_as_state,
-    is_named_like_state,
-    is_state,
-    owners,
-)
+from reshard_mpi.mapping.tensor_kinds import is_named_like_state, is_state, owners
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.state_names import is_named_as_state
 from reshard_mpi.sharding.strategy import named_after
 
 _OWN = TermTensor(0, ())

@@ -18,7 +18,7 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.nest import BUFFERS, entries_below, entries_of, pairs_of, value_of
 from reshard_mpi.formats.nest.nodes import UNREADABLE, decoded, parsed, places
 from reshard_mpi.mapping.direction import Inventory, TemplateShapes
-from reshard_mpi.mapping.tensor_kinds import STATE_WORDS
+from reshard_mpi.sharding.state_names import STATE_WORDS
 
 # What state is called once its numbers are names, wherever the optimizer is in its file, unless another one has it.
 STATE = "optimizer.state."

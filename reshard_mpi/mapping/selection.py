@@ -17,18 +17,9 @@ from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training, named_tens
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY
 from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, Pads
 from reshard_mpi.mapping.rules import TYPES, Drop, Fill, Rules, element_of
-from reshard_mpi.mapping.tensor_kinds import (
-    COUNTS,
-    MODULE_WORDS,
-    STATE_WORDS,
-    OwnersInPart,
-    is_named_as_state,
-    owned_by,
-    owners,
-    owners_in_part,
-    parts_of,
-)
+from reshard_mpi.mapping.tensor_kinds import COUNTS, OwnersInPart, owned_by, owners, owners_in_part
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.state_names import MODULE_WORDS, STATE_WORDS, is_named_as_state, parts_of
 from reshard_mpi.sharding.strategy import Pattern, named_after
 from reshard_mpi.text import first_few, shortened
 

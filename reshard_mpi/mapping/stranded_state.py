@@ -24,18 +24,16 @@ from reshard_mpi.mapping.numbered_state import begins_of, names_by_path
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Form, Optimizer
 from reshard_mpi.mapping.result import DerivedTensor, MapResult
 from reshard_mpi.mapping.tensor_kinds import (
-    STATE_WORDS,
-    dotted,
     ends_of,
     has_shape_of,
     is_behind_parameter,
     is_named_like_state,
     may_be_state,
     parted_anywhere,
-    parts_of,
     with_state,
 )
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.state_names import STATE_WORDS, dotted, parts_of
 from reshard_mpi.text import shortened
 
 _NUMBER = re.compile(rf"(?:^|\.){STATE_KEY}\.([0-9]+)\.")

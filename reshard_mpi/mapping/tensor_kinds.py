@@ -17,6 +17,17 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.errors import MapError
+from reshard_mpi.sharding.state_names import (
+    COPIES,
+    MODULE_WORDS,
+    NO_MOMENTS,
+    PART,
+    STATE_KEY,
+    STATE_WORDS,
+    SURE,
+    dotted,
+    parts_of,
+)
 from reshard_mpi.sharding.strategy import named_after
 
 if TYPE_CHECKING:
@@ -24,11 +35,6 @@ if TYPE_CHECKING:
     from reshard_mpi.mapping.equations import NamePattern
     from reshard_mpi.mapping.rules import EquationRule, Rules
 
-# Longer names are no names of state.
-_MAX_PARTS = 48
-PART = re.compile("[^./]+")
-# torch's key for what an optimizer has of each parameter.
-STATE_KEY = "state"
 # Words in the names of step counters of parameters.
 COUNTS = frozenset(("step", "state_step"))
 # What torch's optimizers have as one number of each parameter besides, behind its name (NAdam, ASGD).
@@ -40,30 +46,8 @@ _COUNTS_OF_RUNS = frozenset(
     )
 )
 _ALL_COUNTS = COUNTS | _COUNTS_OF_RUNS
-# Copies of weights in float32, from which an optimizer goes on.
-_COPIES = frozenset(("fp32_param", "main_param", "master", "master_param"))
 # What Megatron calls such a copy, behind `state.`
 _COPY_BEHIND_STATE = "param"
-# Words for state that parts of models may have for names too: they count only at the beginning of a name.
-_WEAK = frozenset(("accum", "ax", "ema", "master", "prev", STATE_KEY, "stat", "step", "sum"))
-# These and others that a module is likely to have for its name.
-MODULE_WORDS = _WEAK | {"moment", "momentum", "velocity"}
-_NO_MOMENTS = frozenset(("accu_grads", "ema", "grad_sum", "param_groups"))
-# Words that frameworks have in the names of what optimizers and training keep of a parameter.
-STATE_WORDS = frozenset(
-    (
-        *_COPIES,
-        *_WEAK,
-        *_NO_MOMENTS,
-        *("acc_delta", "accum_update", "accumulator", "adam_m", "adam_v", "exp_avg", "exp_avg_diff", "exp_avg_sq"),
-        *("exp_avg_sq_col", "exp_avg_sq_row", "exp_inf", "grad_avg", "lamb_m", "lamb_v", "max_exp_avg_sq", "mean_grad"),
-        *("mean_square", "moment"),
-        *("moment1", "moment2", "moments", "momentum", "momentum_buf", "momentum_buffer", "optim", "optim_state"),
-        *("optimizer", "optimizer_state", "optimizer_states", "square_avg", "state_step", "step_size", "velocity"),
-        "vhat",
-    )
-)
-_SURE = STATE_WORDS - _WEAK
 # Keys of models in trainings.
 OF_MODEL = frozenset(("language_model", "model", "model_state_dict", "module", "network", "state_dict"))
 # First words of what belongs neither to a model nor to a parameter, and the last one of what torch calls a module's
@@ -112,16 +96,16 @@ def kind_of(name: str) -> TensorKind:
         return TensorKind.STEP if is_count and len(parts) == 1 else TensorKind.MODEL
     if is_count or first in COUNTS:
         return TensorKind.STEP
-    if not _NO_MOMENTS.isdisjoint(parts):
+    if not NO_MOMENTS.isdisjoint(parts):
         return TensorKind.OTHER
-    is_copy = not _COPIES.isdisjoint(parts) or (STATE_KEY, _COPY_BEHIND_STATE) in pairwise(parts)
+    is_copy = not COPIES.isdisjoint(parts) or (STATE_KEY, _COPY_BEHIND_STATE) in pairwise(parts)
     return TensorKind.COPY if is_copy else TensorKind.MOMENT
 
 
 def _is_state(parts: Sequence[str]) -> bool:
-    if parts[0] in STATE_WORDS | COUNTS or parts[-1] in _SURE:
+    if parts[0] in STATE_WORDS | COUNTS or parts[-1] in SURE:
         return True
-    words = _SURE | {STATE_KEY} if parts[-1] in COUNTS else _SURE  # an optimizer may have any key
+    words = SURE | {STATE_KEY} if parts[-1] in COUNTS else SURE  # an optimizer may have any key
     return next((word for word in parts if word in OF_MODEL or word in words), None) in words
 
 
@@ -147,12 +131,6 @@ def kin_of(name: str) -> str:
         if found is not None:
             name = f"{name[: found.start(1)]}*{name[found.end(1) :]}"
     return name
-
-
-def parts_of(name: str) -> tuple[str, ...]:
-    """Return what dots, and the slashes of groups, divide a name into; nothing for a name of too many parts."""
-    parts = tuple(PART.findall(name))
-    return parts if len(parts) <= _MAX_PARTS else ()
 
 
 class NameAffixes(NamedTuple):
@@ -332,11 +310,6 @@ def _is_of_optimizer(parts: Sequence[str]) -> bool:
     return not STATE_WORDS.intersection(parts) <= MODULE_WORDS
 
 
-def dotted(name: str) -> str:
-    """Return a name with dots for the slashes of groups; texts around a part of it are compared so."""
-    return name.replace("/", ".")
-
-
 def ends_of(name: str) -> Iterator[str]:
     """Yield the text behind each dot or slash of a name, with dots in it."""
     return named_after(dotted(name))
@@ -427,12 +400,6 @@ def is_behind_parameter(parts: Sequence[str], length: int) -> bool:
     A parameter may be called `step` as well.
     """
     return length == 1 and parts[-1] in STATE_WORDS and STATE_KEY in parts[:-2]
-
-
-def is_named_as_state(name: str, base: str) -> bool:
-    """Tell whether a name is a parameter's name behind words that include an optimizer's."""
-    before, _, rest = dotted(name).rpartition(f".{dotted(base)}")
-    return not rest and not STATE_WORDS.isdisjoint(parts_of(before))
 
 
 def source_affixes(rule: EquationRule, direction: Direction) -> NameAffixes:

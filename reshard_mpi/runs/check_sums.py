@@ -29,6 +29,7 @@ from reshard_mpi.journal.record_finder import (
     fits_record,
     folder_of_records,
     holds_another,
+    ranks_by_file,
     require_one_run,
 )
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, strategy_of_run
@@ -88,6 +89,8 @@ def check_shard(
     before_sums: Callable[[Summing], None],
     progress: Progress,
     committed: Mapping[str, str] = NO_DIGESTS,
+    *,
+    is_foreign: bool = False,
 ) -> tuple[Checked, list[ReshardError]]:
     """Check the files of one rank against their checksums, their sums, and their record, as far as they have these.
 
@@ -95,6 +98,7 @@ def check_shard(
         before_sums: called for each file with what summing it takes, before it is summed.
         progress: told of the bytes of the files.
         committed: digests by path as of `check_commit.CommittedSums.besides`, for files that have no record.
+        is_foreign: whether another program may have written them, whose files need not be anything by themselves.
 
     Returns the damage as errors; raises a ReshardError if a file cannot be checked.
     """
@@ -104,8 +108,19 @@ def check_shard(
     sums: list[TensorSum] = []
     tensors = read_bytes = world_size = 0
     for path in files.by_rank[rank]:
-        shard = files.locate(path)
         record = finder.find(path, rank)
+        size_bytes = version_of(path).size_bytes
+        try:
+            shard = files.locate(path)
+        except ShardError:
+            if record is not None or not is_foreign or not formats.info(files.format).packs:
+                raise
+            counter = SliceCounter(progress.moved, size_bytes, size_bytes)
+            if module.check_crc(path, counter.add):
+                by["its checksum"] = None
+                read_bytes += size_bytes
+            counter.end()
+            continue
         recorded = {} if record is None else {tensor.name: tensor for tensor in record.sums}
         listed = (
             strategy_table.stated(shard.identity.strategy, shard.path).parameters if shard.identity is not None else ()
@@ -118,7 +133,7 @@ def check_shard(
                 damage.append(_elsewhere(shard.identity.rank, rank, path))
         stored, placed = module.stored_sums(path), dict(_placed(shard, recorded, listed))
         specs = [spec for spec in placed if spec.name in stored or spec.name in recorded]
-        size_bytes, summed_bytes = version_of(path).size_bytes, sum(spec.size_bytes for spec in specs)
+        summed_bytes = sum(spec.size_bytes for spec in specs)
         counter = SliceCounter(progress.moved, size_bytes, size_bytes + summed_bytes)
         has_crc = module.check_crc(path, counter.add)
         if has_crc:
@@ -240,11 +255,8 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
 def with_unnamed_files(files: ShardFiles) -> ShardFiles:
     """Return the files of a folder, each by itself, with committed files that its index does not name."""
     folder = folder_of_records(files.path, files.format)
-    record = None if holds_another(folder) else CommitRecord.read(folder)
-    if record is None:
-        return files
     named = {real_path(path) for path in files.shards}
-    paths = [folder / file for file in record.files.values()]
+    paths = [] if holds_another(folder) else [folder / file for file in ranks_by_file(folder)]
     is_theirs = any(real_path(path) in named for path in paths)
     unnamed = [str(path) for path in paths if is_theirs and real_path(path) not in named and exists(path)]
     return files._replace(

@@ -287,14 +287,15 @@ def verify_by_sums(
     for rank in ranks:
         if rank not in files.by_rank:
             raise shard_files.no_such_rank(files, rank)
-    digests = agreed(lambda: commit_of(files), comm).besides
+    commit = agreed(lambda: commit_of(files), comm)
+    is_foreign = not commit.sums and not commit.besides
 
     def check(rank: int, _: int) -> Outcome:
         def before_sums(summing: Summing) -> None:
             memory.reserve_peak(checking_bytes(files.format, summing), f"rank {rank} of {request.source}")
 
         before_sums(_BEFORE_LOCATING)
-        checked, damage = check_shard(files, rank, LIMITS, before_sums, progress, digests)
+        checked, damage = check_shard(files, rank, LIMITS, before_sums, progress, commit.besides, is_foreign=is_foreign)
         errors = (*damaged_record(files, rank), *damage)
         return Outcome((), tuple(Failure.here(rank, comm, error) for error in errors), checked=(checked,))
 

@@ -10,6 +10,7 @@ from reshard_mpi.errors import LayoutError, StrategyError
 from reshard_mpi.sharding.layout import fitted
 from reshard_mpi.sharding.mindspore_json import RawLayout, StageFile, StrategyItem, place
 from reshard_mpi.sharding.placement import Placement, Shape, ravel, unravel
+from reshard_mpi.sharding.state_names import is_named_as_state
 from reshard_mpi.sharding.strategy import Strategy, named_after
 from reshard_mpi.sharding.value_checks import MAX_AXES, MAX_DIMENSIONS, MAX_EXPANDED_DIMENSIONS, MAX_RANKS, MAX_STAGES
 
@@ -174,7 +175,8 @@ def _with_sizes(name: str, layout: RawLayout, layouts: Layouts) -> RawLayout:
     """
     if layout.indices_offset:
         return layout
-    base = next((layouts[base] for base in named_after(name) if base in layouts), None)
+    bases = (base for base in named_after(name) if base in layouts)
+    base = next((layouts[base] for base in bases if is_named_as_state(name, base)), None)
     if base is None or not base.indices_offset:
         return layout
     if (base.dev_matrix, base.tensor_map) != (layout.dev_matrix, layout.tensor_map):

@@ -17,6 +17,7 @@ from typing import Final
 
 from reshard_mpi.errors import LayoutError, StrategyError
 from reshard_mpi.sharding.placement import Placement, replicated
+from reshard_mpi.sharding.state_names import is_named_as_state
 
 _WILDCARDS = frozenset("*?[")
 # How many names a strategy remembers the answers for.
@@ -148,7 +149,9 @@ class Strategy:
         ends = set() if self._first_takes_all or not self.rules else set(self._patterns.ends(name))
         if self.parameters:
             ends.update(end for end in ends_of(name) if name[end:] in self.parameters)
-        yield from (name[end:] for end in sorted(ends))
+        bases = (name[end:] for end in sorted(ends))
+        # A rule for every name places `decoder.w` as all else; only state goes like `w`.
+        yield from (base for base in bases if not self.is_only_caught(name) or is_named_as_state(name, base))
 
     @cached_property
     def _patterns(self) -> Patterns:
@@ -393,7 +396,8 @@ def is_dropped(target: Strategy, name: str, present: Container[str]) -> bool:
     """
     if not target.is_only_caught(name):
         return not target.find(name)
-    return bool(target.followed(name)) or any(base in present for base in named_after(name))
+    bases = (base for base in named_after(name) if base in present)
+    return bool(target.followed(name)) or any(is_named_as_state(name, base) for base in bases)
 
 
 def may_be_held(target: Strategy, stage: int, name: str, unlisted: Unlisted, present: Container[str]) -> bool:

@@ -23,9 +23,10 @@ from reshard_mpi.formats.nest.nodes import UNREADABLE, NestError
 from reshard_mpi.formats.nest.rebuild_tree import leaves, values_beside
 from reshard_mpi.mapping.numbered_state import WRAPPERS, Training, state_of, training_in
 from reshard_mpi.mapping.optimizers import optimizers_in_nest
-from reshard_mpi.mapping.tensor_kinds import STATE_KEY, TensorKind, ends_of, kin_of, kind_of, parted_anywhere, parts_of
+from reshard_mpi.mapping.tensor_kinds import TensorKind, ends_of, kin_of, kind_of, parted_anywhere
 from reshard_mpi.planning.rank_plan import Limits, TensorPlan, meeting
 from reshard_mpi.runs.check_maps import tied_tensors
+from reshard_mpi.sharding.state_names import STATE_KEY, parts_of
 from reshard_mpi.soundness.audited_checkpoint import AuditedCheckpoint
 from reshard_mpi.soundness.content import TensorContent
 from reshard_mpi.soundness.findings import Finding, FindingKind

@@ -18,7 +18,8 @@ from support.examples import few, many
 from support.megatron_legacy_peer import EMBEDDING, MODEL, VECTORS, Form, Model, Training, require_read, training
 
 import reshard_mpi
-from reshard_mpi.errors import ReshardError
+from reshard_mpi.errors import ReshardError, SourceError
+from reshard_mpi.soundness.findings import FindingKind
 
 Content = dict[str, Any]
 Spoiler = Callable[[str, str, Content], object]
@@ -443,3 +444,15 @@ def test_the_other_byte_order(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(sys.byteorder.encode(), other.ljust(len(sys.byteorder))))
     said = run_here("plan", tmp_path / "save", tmp_path / "out")
     assert said.code == 3 and "mp_rank_01_001" in said.err
+
+
+def test_a_file_that_is_nothing_by_itself_is_no_damage(tmp_path: Path) -> None:
+    """Other programs may write files that say nothing alone; without checksums there is nothing to verify them by."""
+    megatron_legacy_peer.write(tmp_path / "megatron", *FORMS["buckets"])
+    deepspeed_peer.write_universal(
+        tmp_path / "universal", deepspeed_peer.training({"a.w": (3, 4), "b.w": (5,)}), deepspeed_peer.Form(2, 2)
+    )
+    for folder in ("megatron", "universal"):
+        with pytest.raises(SourceError, match="no shard keeps sums"):
+            reshard_mpi.verify(tmp_path / folder)
+        assert not [each for each in reshard_mpi.audit(tmp_path / folder).findings if each.kind is FindingKind.SUM]

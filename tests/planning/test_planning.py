@@ -22,7 +22,14 @@ from reshard_mpi.planning.target_tensors import Policy, TargetTensors
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement
-from reshard_mpi.sharding.strategy import Strategy, Unlisted, find_or_follow, named_after, require_common_parameters
+from reshard_mpi.sharding.strategy import (
+    Strategy,
+    Unlisted,
+    find_or_follow,
+    is_dropped,
+    named_after,
+    require_common_parameters,
+)
 
 ROWS, COLUMNS, WHOLE = Placement((2,), ((0,), ())), Placement((2,), ((), (0,))), Placement((2,))
 LINE = Placement((2,), ((0,),))
@@ -618,3 +625,27 @@ def test_the_plan_carries_what_the_shard_is_to_say_of_itself() -> None:
     assert (plan.identity.rank, plan.identity.world_size, plan.identity.strategy) == (1, 2, "the table")
     assert [tensor.spec.name for tensor in plan.tensors] == ["b", "w"]  # in the order of the source
     assert tuple(plan.shard.tensors) == tuple(tensor.spec for tensor in plan.tensors)
+
+
+@pytest.mark.parametrize(
+    ("name", "placed"),
+    [
+        ("layers.0.w", ROWS),
+        ("moments.layers.0.w", ROWS),
+        ("optimizer.exp_avg.layers.0.w", ROWS),
+        ("vision.layers.0.w", WHOLE),  # of another part of the model
+        ("decoder.embed.weight", WHOLE),
+        ("adam_v.embed.weight", COLUMNS),
+        ("embed.weight", COLUMNS),
+    ],
+)
+@pytest.mark.parametrize("mark", [".", "/"])
+def test_a_rule_for_every_name_places_namesakes_that_are_no_state(name: str, placed: Placement, mark: str) -> None:
+    rules = (("layers.*", ROWS), ("embed.weight", COLUMNS), ("*", WHOLE))
+    strategy = Strategy(2, 1, {}, tuple((glob.replace(".", mark), placement) for glob, placement in rules))
+    assert find_or_follow(strategy, name.replace(".", mark), lambda base: True) == (placed,)
+    listing = Strategy(2, 1, {"embed.weight": (COLUMNS,), "layers.0.w": (ROWS,)}, (("*", WHOLE),))
+    assert find_or_follow(listing, name, lambda base: True) == (placed,)
+    present = {"layers.0.w", "embed.weight"}
+    is_state = name.startswith(("moments", "optimizer", "adam"))
+    assert is_dropped(Strategy(2, 1, {}, (("*", WHOLE),)), name, present) is is_state

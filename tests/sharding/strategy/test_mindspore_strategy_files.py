@@ -186,6 +186,13 @@ def test_state_without_sizes_has_those_of_its_parameter() -> None:
     assert made["v"] == made["moments.v"] and not made["v"][0].sizes
 
 
+def test_another_parameter_without_sizes_is_cut_evenly() -> None:
+    even = RawLayout((2,), ((0,), (-1,)))
+    file = StageFile({"w": UNEVEN, "decoder.w": even, "moments.w": even}, (StrategyItem("MatMul", 0),))
+    made = to_strategy([file], "").parameters
+    assert made["moments.w"] == made["w"] and not made["decoder.w"][0].sizes
+
+
 @pytest.mark.parametrize(
     "state",
     [
