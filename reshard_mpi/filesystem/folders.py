@@ -160,9 +160,17 @@ class Folder:
         """Wait until the names in the folder are on the disk."""
         os.fsync(self._fd)
 
-    def require_own_file(self, name: str) -> None:
-        """Raise TargetError if `name` is of another user."""
+    def require_removable(self, name: str) -> None:
+        """Raise TargetError if `name` is of another user, or may not be removed from this folder."""
         self.require_own(os.stat(name, dir_fd=self._fd, follow_symlinks=False), self.path / name)
+        if not os.access(".", os.W_OK | os.X_OK, dir_fd=self._fd):
+            raise TargetError(
+                "a file cannot be removed from the target folder",
+                expected="the right to write to its folder",
+                got="none",
+                where=str(self.path / name),
+                remedy="choose another target, or make the folder writable",
+            )
 
     def require_own(self, status: os.stat_result, path: Path) -> None:
         """Raise TargetError if `path`, this folder or something in it with this `status`, is of another user."""

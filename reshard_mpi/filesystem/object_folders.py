@@ -392,7 +392,7 @@ class ObjectFolder(Folder):
     def sync(self) -> None:
         """Do nothing: an object that is written can be read."""
 
-    def require_own_file(self, name: str) -> None:
+    def require_removable(self, name: str) -> None:
         """Do nothing: objects have no owners that matter here."""
 
 

@@ -12,7 +12,7 @@ import fcntl
 import hashlib
 import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from reshard_mpi import formats
@@ -374,22 +374,26 @@ def _given_up(folder: Path, earlier: RunIdentity) -> Iterator[tuple[str, int]]:
                 yield file, rank
 
 
-def remove_leftovers(folder: Folder, state: Folder, identity: RunIdentity) -> None:
-    """Remove what `leftovers` finds, its records, partial files of an earlier run, and rank folders that become empty.
+def remove_leftovers(folder: Folder, state: Folder, identity: RunIdentity, index_files: Iterable[str]) -> None:
+    """Remove indexes and the commit record, what `leftovers` finds with its records, and partial files of that run.
 
     Records of a save that stays go too: those of this run take their places one by one.
 
-    Raises TargetError if a file is of another user.
+    Rank folders that become empty go as well. Raises TargetError, before anything is removed, if something cannot go.
     """
-    earlier = RunIdentity.recorded(folder.path / STATE)
+    earlier, rank_of = RunIdentity.recorded(folder.path / STATE), leftovers(folder.path, identity)
+    for path in rank_of:  # all of them can go, or none does
+        rank_folder, _, name = path.rpartition("/")
+        with folder.inner(rank_folder or ".") as inner:
+            inner.require_removable(name)
+    uncommit(folder, (*leftover_index(folder.path, identity), *index_files))
     if earlier is not None and other_saves(earlier, identity):
         for rank in recorded_ranks(state.path):
             state.remove(record_path(state.path, rank).name)
-    rank_of = leftovers(folder.path, identity)
     for path, rank in rank_of.items():
         rank_folder, _, name = path.rpartition("/")
         with folder.inner(rank_folder or ".") as inner:
-            inner.require_own_file(name)
+            inner.require_removable(name)
             inner.remove(name)
             inner.sync()
         state.remove(record_path(state.path, rank).name)

@@ -179,7 +179,7 @@ def require_own_stale(folder: Folder, name: str) -> None:
     """Raise TargetError if a partial file of `name` belongs to another user."""
     for partial in _partial_names(folder, f".{name}."):
         with contextlib.suppress(FileNotFoundError):  # whose writer has just published it
-            folder.require_own_file(partial)
+            folder.require_removable(partial)
 
 
 def remove_stale(folder: Folder, name: str, host: str = "") -> None:

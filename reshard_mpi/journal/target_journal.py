@@ -226,8 +226,7 @@ class Journal:
                 is_new = read_json(run) is None
                 if self._overwrite and not self._is_begun():
                     is_new = True
-                    uncommit(folder, (*leftover_index(self.folder, self.identity), *self._index_files))
-                    remove_leftovers(folder, state, self.identity)
+                    remove_leftovers(folder, state, self.identity, self._index_files)
                 if is_new or self._is_begun():
                     self._keep_strategy(state)
                 if is_new:

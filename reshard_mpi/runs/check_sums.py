@@ -237,9 +237,7 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
         yield from _missing(files.by_rank, world_size, "the others say", files.path)
     if record is None or not are_committed:
         return
-    # An index does not name a file without tensors.
-    placed = {rank: resolved(folder / file) for rank, file in record.files.items()}
-    there = {rank for rank, path in placed.items() if path in paths or exists(path)}
+    there = {rank for rank, file in record.files.items() if resolved(folder / file) in paths}
     yield from _missing(there, len(record.files), f"{COMMIT_RECORD} says", files.path)
     for name, value in record.sums.items():
         if name in sums and value != f"{sums[name]:08x}":
@@ -252,16 +250,22 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
             )
 
 
-def with_unnamed_files(files: ShardFiles) -> ShardFiles:
-    """Return the files of a folder, each by itself, with committed files that its index does not name."""
+def files_by_record(files: ShardFiles) -> ShardFiles:
+    """Return the files of a folder, each by itself: by target ranks if all are a run's, with what no index names.
+
+    An index does not name a file without tensors, and a damaged one does not say what it is.
+    """
     folder = folder_of_records(files.path, files.format)
-    named = {real_path(path) for path in files.shards}
-    paths = [] if holds_another(folder) else [folder / file for file in ranks_by_file(folder)]
-    is_theirs = any(real_path(path) in named for path in paths)
-    unnamed = [str(path) for path in paths if is_theirs and real_path(path) not in named and exists(path)]
-    return files._replace(
-        by_rank={**files.by_rank, **{len(files.by_rank) + n: (path,) for n, path in enumerate(unnamed)}}
+    ranks = (
+        {}
+        if holds_another(folder)
+        else {real_path(folder / file): rank for file, rank in ranks_by_file(folder).items()}
     )
+    path_of = {real_path(path): path for path in files.shards}
+    if not path_of.keys() <= ranks.keys():
+        return files.one_by_one()
+    there = {rank: path_of.get(path, str(path)) for path, rank in ranks.items() if path in path_of or exists(path)}
+    return files._replace(by_rank={rank: (there[rank],) for rank in sorted(there)}, is_folder=False)
 
 
 def _held_alike(sums: Iterable[TensorSum], alike: Container[str]) -> list[TensorSum]:

@@ -45,7 +45,7 @@ from reshard_mpi.runs.check_sums import (
     damage_of,
     damage_of_indexes,
     damaged_record,
-    with_unnamed_files,
+    files_by_record,
 )
 from reshard_mpi.runs.maps_and_packing import apply_map, files_of_run, reading_of
 from reshard_mpi.runs.open_run import chosen_targets
@@ -282,7 +282,7 @@ def verify_by_sums(
     progress.begin(ProgressStage("planning"))
     files, governor = agreed(begin, comm)
     require_same_choice(comm, files)
-    files = with_unnamed_files(files.one_by_one()) if files.is_folder else files
+    files = files_by_record(files) if files.is_folder else files
     ranks = tuple(files.by_rank) if request.rank is None else sorted(set(request.rank))
     for rank in ranks:
         if rank not in files.by_rank:

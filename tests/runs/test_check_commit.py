@@ -321,3 +321,56 @@ def test_the_folder_above_the_one_that_a_link_leads_to(tmp_path: Path) -> None:
     reshard_mpi.verify(tmp_path / "out")
     with pytest.raises(ReshardError):
         reshard_mpi.verify(way)
+
+
+def test_ranks_without_tensors_are_verified_as_those_they_are(tmp_path: Path) -> None:
+    """Of replicas one alone writes tensors; the index does not name the others' files."""
+    stages = 'mesh = { card = 3 }\nstages = 2\n[[parameter]]\nmatch = "model.fc.weight"\nstage = 1\n'
+    (tmp_path / "stages.toml").write_text(stages + '[[parameter]]\nmatch = "*"\nstage = 0\n')
+    source = saved(tmp_path / "one.pt", {"model": WHOLE})
+    out = tmp_path / "out"
+    reshard_mpi.transform(source, out, to="dcp", verify=True, dst_strategy=tmp_path / "stages.toml")
+    index = (out / ".metadata").read_bytes()
+    unnamed = [rank for rank in range(6) if f"__{rank}_0.distcp".encode() not in index]
+    assert len(unnamed) == 4
+    for rank in range(6):
+        path = out / f"__{rank}_0.distcp"
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2])
+        for ranks in (None, [rank]):
+            with pytest.raises(ReshardError):
+                reshard_mpi.verify(out, rank=ranks)
+        reshard_mpi.verify(out, rank=[other for other in range(6) if other != rank])
+        path.unlink()
+        with pytest.raises(ReshardError):
+            reshard_mpi.verify(out, rank=[rank])
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("form", few(1, ["ckpt", "safetensors", "torch", "hdf5"]))
+def test_a_shard_that_is_no_checkpoint_any_more(tmp_path: Path, form: str) -> None:
+    """A bit in its first byte makes it something else, as a MindSpore checkpoint a strategy file."""
+    (tmp_path / "cut.toml").write_text(CUT)
+    reshard_mpi.transform(
+        training(tmp_path / "one.pt"), tmp_path / "out", to=form, verify=True, dst_strategy=tmp_path / "cut.toml"
+    )
+    (path,) = (tmp_path / "out/rank_1").iterdir()
+    content = path.read_bytes()
+    for bit in range(8):
+        path.write_bytes(bytes([content[0] ^ 1 << bit]) + content[1:])
+        with pytest.raises(ReshardError):
+            reshard_mpi.verify(tmp_path / "out")
+
+
+def test_what_cannot_be_removed_is_refused_before_anything_is(tmp_path: Path) -> None:
+    (tmp_path / "cut.toml").write_text(CUT)
+    out = tmp_path / "out"
+    source = training(tmp_path / "one.pt")
+    reshard_mpi.transform(source, out, to="ckpt", verify=True, dst_strategy=tmp_path / "cut.toml")
+    (out / "rank_1").rename(tmp_path / "elsewhere")
+    (out / "rank_1").symlink_to(tmp_path / "elsewhere")
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.suffix != ".lock"}
+    with pytest.raises(ReshardError, match="symbolic link"):
+        reshard_mpi.transform(source, out, to="torch", overwrite=True)
+    assert {path: path.read_bytes() for path in before} == before
+    reshard_mpi.verify(out)
