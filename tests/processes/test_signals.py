@@ -33,6 +33,8 @@ try:
 except KeyboardInterrupt:
     sys.exit(130)
 """
+# A signal just before one long sleep would be seen at its end only.
+WAITING = "list(map(time.sleep, [0.01] * 60_000))"
 
 
 @pytest.mark.parametrize(("kind", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -70,7 +72,7 @@ def press(
 def paused(c: Conversion) -> tuple[dict[str, str], Path]:
     """Return the environment in which the second target is begun and not ended, and the file that tells of it."""
     ready = c.folder / "ready"
-    wait = f"open({str(ready)!r}, 'w').close(); import time; time.sleep(600)"
+    wait = f"open({str(ready)!r}, 'w').close(); import time; {WAITING}"
     return fault(c, c.folder / "counter", wait, on="pwrite", path="dst/rank_1/."), ready
 
 
@@ -102,7 +104,7 @@ def test_what_cannot_be_resumed_does_not_promise_it(tmp_path: Path, command: str
     (tmp_path / "stand_in").mkdir()
     (tmp_path / "stand_in" / "sitecustomize.py").write_text(
         "import time\nfrom reshard_mpi.checkpoints import discovery\n\n"
-        f"def find(*_, **__):\n    open({str(ready)!r}, 'w').close()\n    time.sleep(600)\n\n"
+        f"def find(*_, **__):\n    open({str(ready)!r}, 'w').close()\n    {WAITING}\n\n"
         "discovery.find_shards = find\n"
     )
     arguments = c.arguments(command) if command == "plan" else ["verify", str(c.dst), "--jobs", "1"]
