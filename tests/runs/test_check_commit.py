@@ -374,3 +374,22 @@ def test_what_cannot_be_removed_is_refused_before_anything_is(tmp_path: Path) ->
         reshard_mpi.transform(source, out, to="torch", overwrite=True)
     assert {path: path.read_bytes() for path in before} == before
     reshard_mpi.verify(out)
+
+
+@pytest.mark.parametrize("form", PACKED)
+def test_damage_is_told_of_the_target_that_has_it(tmp_path: Path, form: str) -> None:
+    """Names of files are in another order than targets are: DeepSpeed's optimizer comes before its model."""
+    out = tmp_path / "out"
+    report = reshard_mpi.transform(training(tmp_path / "one.pt"), out, verify=True, **PACKED[form])
+    for target in report.targets:
+        path = Path(target.path)
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2])
+        with pytest.raises(ReshardError, match=f"target rank {target.rank}: "):
+            reshard_mpi.verify(out)
+        for other in report.targets:
+            if other.rank != target.rank:
+                reshard_mpi.verify(out, rank=[other.rank])
+        with pytest.raises(ReshardError):
+            reshard_mpi.verify(out, rank=[target.rank])
+        path.write_bytes(content)
