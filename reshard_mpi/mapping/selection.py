@@ -19,7 +19,7 @@ from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, Pads
 from reshard_mpi.mapping.rules import TYPES, Drop, Fill, Rules, element_of
 from reshard_mpi.mapping.tensor_kinds import COUNTS, OwnersInPart, owned_by, owners, owners_in_part
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.state_names import MODULE_WORDS, STATE_WORDS, is_named_as_state, parts_of
+from reshard_mpi.sharding.state_names import MODULE_WORDS, STATE_WORDS, dotted, is_named_as_state, parts_of
 from reshard_mpi.sharding.strategy import Pattern, named_after
 from reshard_mpi.text import first_few, shortened
 
@@ -70,7 +70,7 @@ def type_of(choice: Selection, name: str, dtype: DType, shape: tuple[int, ...]) 
 
 def _is_counted(name: str) -> bool:
     """Tell whether a single number is one that training counts or sets: `step`, and a parameter's `step.fc.weight`."""
-    return name.rpartition(".")[2] in _COUNTERS or not COUNTS.isdisjoint(parts_of(name))
+    return dotted(name).rpartition(".")[2] in _COUNTERS or not COUNTS.isdisjoint(parts_of(name))
 
 
 def _deciding(choice: Selection, name: str, shape: tuple[int, ...]) -> int | None:
@@ -92,7 +92,7 @@ def settings_among(shapes: Mapping[str, Shape]) -> frozenset[str]:
     Args:
         shapes: of all tensors, by names in their file.
     """
-    parts_by_name = {name: [part for part in name.split(".") if not part.isdecimal()] for name in shapes}
+    parts_by_name = {name: [part for part in dotted(name).split(".") if not part.isdecimal()] for name in shapes}
     of_parameters = {
         parts[-1] for name, parts in parts_by_name.items() if STATE_KEY in parts[:-1] and prod(shapes[name]) != 1
     }

@@ -48,6 +48,11 @@ def dotted(name: str) -> str:
     return name.replace("/", ".")
 
 
+def is_numbered_state(name: str, base: str) -> bool:
+    """Tell whether the end of a name is the number and the key of torch's state: `optimizer.state.1.step`."""
+    return base[:1].isdecimal() and dotted(name).endswith(f".{STATE_KEY}.{dotted(base)}")
+
+
 def is_named_as_state(name: str, base: str) -> bool:
     """Tell whether a name is a parameter's name behind words that include an optimizer's."""
     before, _, rest = dotted(name).rpartition(f".{dotted(base)}")

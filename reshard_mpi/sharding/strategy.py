@@ -17,7 +17,7 @@ from typing import Final
 
 from reshard_mpi.errors import LayoutError, StrategyError
 from reshard_mpi.sharding.placement import Placement, replicated
-from reshard_mpi.sharding.state_names import is_named_as_state
+from reshard_mpi.sharding.state_names import is_named_as_state, is_numbered_state
 
 _WILDCARDS = frozenset("*?[")
 # How many names a strategy remembers the answers for.
@@ -149,7 +149,7 @@ class Strategy:
         ends = set() if self._first_takes_all or not self.rules else set(self._patterns.ends(name))
         if self.parameters:
             ends.update(end for end in ends_of(name) if name[end:] in self.parameters)
-        bases = (name[end:] for end in sorted(ends))
+        bases = (name[end:] for end in sorted(ends) if not is_numbered_state(name, name[end:]))
         # A rule for every name places `decoder.w` as all else; only state goes like `w`.
         yield from (base for base in bases if not self.is_only_caught(name) or is_named_as_state(name, base))
 

@@ -711,3 +711,14 @@ def test_slashes_divide_names_as_dots_do(tmp_path: Path, state: str, options: di
         ranks = [read_shard(Path(target.path)) for target in report.targets]
         results.append([{n.replace(mark, "."): tensor for n, tensor in own.items()} for own in ranks])
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("mark", [".", "/"])
+def test_a_type_for_all_leaves_counts_in_groups(tmp_path: Path, mark: str) -> None:
+    counts = {
+        f"opt{mark}{key}": np.array(100_001, np.float32) for key in ("global_step", "beta1_power", "learning_rate")
+    }
+    source = source_of(tmp_path, counts | {f"fc{mark}w": floats(3)})
+    reshard_mpi.transform(source, tmp_path / "dst", dtype="bf16")
+    found = held(tmp_path / "dst")
+    assert {name for name, array in found.items() if array.dtype == np.float32} == {*counts}

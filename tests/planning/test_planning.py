@@ -649,3 +649,12 @@ def test_a_rule_for_every_name_places_namesakes_that_are_no_state(name: str, pla
     present = {"layers.0.w", "embed.weight"}
     is_state = name.startswith(("moments", "optimizer", "adam"))
     assert is_dropped(Strategy(2, 1, {}, (("*", WHOLE),)), name, present) is is_state
+
+
+@pytest.mark.parametrize("rules", [(("1.*", ROWS),), (("1.*", ROWS), ("*", WHOLE))])
+def test_the_number_of_state_is_no_module(rules: tuple[tuple[str, Placement], ...]) -> None:
+    """torch's `optimizer.state.1.momentum_buffer` may be of `0.bias`."""
+    strategy = Strategy(2, 1, {}, rules)
+    placed = find_or_follow(strategy, "optimizer.state.1.momentum_buffer", lambda base: True)
+    assert placed == ((WHOLE,) if len(rules) > 1 else ())
+    assert find_or_follow(strategy, "moments.1.weight", lambda base: True) == (ROWS,)
