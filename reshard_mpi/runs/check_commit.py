@@ -70,7 +70,10 @@ def _commit_of_folder(files: ShardFiles) -> CommittedSums:
     commit = _commit_in((folder, *_folders_above(files)), own, folder)
     real = own if commit is not None else {real_path(path): path for path in files.shards}
     if real.keys() != own.keys():
-        own, commit = real, _commit_in(dict.fromkeys(above for path in real for above in path.parents[:2]), real)
+        above = dict.fromkeys(above for path in real for above in path.parents[:2])
+        own, commit = real, _commit_in(above, real)
+        if commit is None:
+            return CommittedSums({}, {}, warnings=(*_warnings_of_renamed(folder), *_warnings_of_links(above, real)))
     if commit is None:
         return CommittedSums({}, {}, warnings=tuple(_warnings_of_renamed(folder)))
     record, paths = commit
@@ -105,6 +108,24 @@ def _warnings_of_renamed(folder: Path) -> Iterator[str]:
             )
 
 
+def _warnings_of_links(folders: Iterable[Path], own: Container[Path]) -> Iterator[str]:
+    """Yield a warning for each commit record with sums in some folders that names some of some files, and not all."""
+    for folder in folders:
+        record, paths = _committed_in(folder)
+        if record is not None and (record.sums or record.besides) and any(path in own for path in paths.values()):
+            yield (
+                f"{folder / COMMIT_RECORD} has sums of some of these files, which links lead to: nothing is held"
+                " against them; give the folder that it is in"
+            )
+
+
+def _committed_in(folder: Path) -> tuple[CommitRecord | None, Mapping[int, Path]]:
+    """Return the commit record of a folder, unless it holds another checkpoint by now, and its files by rank."""
+    record = None if holds_another(folder) else CommitRecord.read(folder)
+    files = {} if record is None else record.files
+    return record, {rank: absolute_path(folder / file) for rank, file in files.items()}
+
+
 def _commit_in(
     folders: Iterable[Path], own: Mapping[Path, str], whole: Path | None = None
 ) -> tuple[CommitRecord, Mapping[int, Path]] | None:
@@ -119,8 +140,7 @@ def _commit_in(
     """
     holders = []
     for folder in folders:
-        record = None if holds_another(folder) else CommitRecord.read(folder)
-        paths = {} if record is None else {rank: absolute_path(folder / file) for rank, file in record.files.items()}
+        record, paths = _committed_in(folder)
         held = sum(path in own for path in paths.values())
         if record is None or not held:
             continue

@@ -82,6 +82,7 @@ class _ComparedCheckpoints(NamedTuple):
     notes: tuple[str, ...]  # what is to be said of the comparison
     # the error for options other than the target was made with, if any are
     otherwise: ReshardError | None
+    committed: Mapping[str, str]  # digests of files besides their tensors, by path, for files without records
 
     def check(self, rank: int, size_bytes: int, comm: Comm, memory: RunMemory, progress: Progress) -> Outcome:
         """Compare the shard of a target rank with its sources. Raises DamageError if it cannot be compared."""
@@ -135,7 +136,7 @@ class _ComparedCheckpoints(NamedTuple):
             yield as_reshard_error(error, Path(files.path))
 
     def _damaged_rest(self, finder: RecordFinder, path: str, rank: int) -> list[ReshardError]:
-        """Return the damage of a target file besides what was compared, by its record and its checksum if it has them.
+        """Return damage of a target file besides what was compared, by its record or commit, and by its checksum.
 
         A format that packs keeps more in its files than it is read as: copies of weights from which a training goes on.
         """
@@ -143,8 +144,11 @@ class _ComparedCheckpoints(NamedTuple):
             return []
         record = finder.find(path, rank)
         damage: list[ReshardError] = []
-        if record is not None and record.besides:
-            damage += damage_besides(path, self.target.files.locate(path).tensors, record.besides)
+        digest, whose = self.committed.get(path, ""), COMMIT_RECORD
+        if record is not None:
+            digest, whose = record.besides, "its record"
+        if digest:
+            damage += damage_besides(path, self.target.files.locate(path).tensors, digest, whose)
         if not damage and formats.info(self.target.files.format).packs:
             try:
                 formats.by_name(self.target.files.format).check_crc(path, lambda _: None)
@@ -235,7 +239,8 @@ def _opened_pair(
         if accumulated is not request.accumulated:
             joined = f"the {accumulated} of the replicas, as {target_files.path} says"
             notes = (*notes, f"accumulated gradients are compared with {joined}")
-    return _ComparedCheckpoints(conversion, target, chosen_targets(request, conversion), governor, notes, otherwise)
+    ranks, committed = chosen_targets(request, conversion), commit_of(target.files).besides
+    return _ComparedCheckpoints(conversion, target, ranks, governor, notes, otherwise, committed)
 
 
 def _packed_target(files: shard_files.ShardFiles, packed: Packed) -> SourceCheckpoint:

@@ -35,13 +35,14 @@ def saved(path: Path, content: dict[str, Any], *, added: int = 0) -> Path:
     return path
 
 
-def training(path: Path, *, added: int = 0) -> Path:
+def training(path: Path, *, added: int = 0, **beside: Any) -> Path:
     state = {
         name: {"step": np.full((), 5, np.float32), "exp_avg": array, "exp_avg_sq": array * 2}
         for name, array in MOMENTS.items()
     }
     groups = [{"lr": 0.125, "params": list(WHOLE)}]
-    return saved(path, {"model": WHOLE, "optimizer": {"state": state, "param_groups": groups}}, added=added)
+    optimizer = {"state": state, "param_groups": groups}
+    return saved(path, {"model": WHOLE, "optimizer": optimizer, **beside}, added=added)
 
 
 def copied(source: Path, copy: Path) -> Path:
@@ -393,3 +394,33 @@ def test_damage_is_told_of_the_target_that_has_it(tmp_path: Path, form: str) -> 
         with pytest.raises(ReshardError):
             reshard_mpi.verify(out, rank=[target.rank])
         path.write_bytes(content)
+
+
+def test_a_file_without_tensors_of_another_save_is_not_the_sources(tmp_path: Path) -> None:
+    """The settings of a rank in slices are in no tensor that `verify SRC DST` compares."""
+    for seed, name in enumerate(("one", "other")):
+        source = training(tmp_path / f"{name}.pt", epoch=seed)
+        reshard_mpi.transform(source, tmp_path / name, verify=True, **PACKED["in slices"])
+    copy = copied(tmp_path / "one", tmp_path / "copy")
+    reshard_mpi.verify(tmp_path / "one.pt", copy)
+    (own,) = copy.glob("*/zero_pp_rank_0_*model_states.pt")
+    others = tmp_path / "other" / own.relative_to(copy)
+    assert others.read_bytes() != own.read_bytes()
+    shutil.copy(others, own)
+    with pytest.raises(ReshardError, match="besides its tensors"):
+        reshard_mpi.verify(tmp_path / "one.pt", copy)
+
+
+def test_links_to_some_files_of_a_commit_beside_copies_are_told(tmp_path: Path) -> None:
+    (tmp_path / "cut.toml").write_text(CUT)
+    source = training(tmp_path / "one.pt")
+    reshard_mpi.transform(source, tmp_path / "out", to="ckpt", verify=True, dst_strategy=tmp_path / "cut.toml")
+    committed = copied(tmp_path / "out", tmp_path / "committed")
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    (mixed / "rank_0").symlink_to(committed / "rank_0")
+    shutil.copytree(committed / "rank_1", mixed / "rank_1")
+    report = reshard_mpi.transform(
+        mixed, tmp_path / "read", to="torch", verify=True, src_strategy=tmp_path / "cut.toml"
+    )
+    assert any("has sums of some of these files" in warning for warning in report.warnings)
