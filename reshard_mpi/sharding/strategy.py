@@ -268,14 +268,15 @@ class Pattern:
         Not for a pattern that begins with `*`.
         """
         last = len(name) - len(self.text) if self.is_plain else self._last(name)
-        for end in ends_of(name) if last > 0 and name.endswith(self._end) else ():
-            if end > last:
-                return
-            if self.is_plain:
-                if name[end:] == self.text:
-                    yield end
-            elif name.startswith(self._begin, end) and (self._regex is None or self._regex.match(name, end)):
-                yield end
+        if self.is_plain:
+            if last > 0 and name[last - 1] in "./" and name.endswith(self.text):
+                yield last
+            return
+        start = name.find(self._begin, 1)
+        while 0 < start <= last:
+            if name[start - 1] in "./" and (self._regex is None or self._regex.match(name, start) is not None):
+                yield start
+            start = name.find(self._begin, start + 1)
 
     def _last(self, name: str) -> int:
         """Return a position that no end which it can match begins behind; -1 if it matches no end of `name`."""

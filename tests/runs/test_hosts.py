@@ -11,6 +11,7 @@ import pytest
 from support.command_line import COMMAND
 from support.conversions import Conversion, assert_right, four_targets, make, resume, shards, side
 from support.examples import one_at_a_time
+from support.harm import wait_for_the_killed
 from support.hosts import Hosts, make_hosts
 from support.launch import MPI, PYTEST, RANKS, by_one_mpi
 from support.oracle import RawLayout
@@ -181,6 +182,7 @@ def test_a_rank_that_is_killed(tmp_path: Path, mpi: MPI, names: tuple[str, ...],
     hosts = make_hosts(mpi, tmp_path, *names)
     assert run(hosts, c, env=doing(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")).code != 0
     assert not c.written(1).exists()
+    wait_for_the_killed(c)  # the launcher may end before its ranks on the other host do
     resume(c)
     assert_right(c)
     assert not list(c.dst.rglob("*.partial")), "nothing of the dead ones is left"
