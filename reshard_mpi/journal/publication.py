@@ -176,7 +176,7 @@ def publish_bytes(
 
 
 def require_own_stale(folder: Folder, name: str) -> None:
-    """Raise TargetError if a partial file of `name` belongs to another user."""
+    """Raise TargetError if a partial file of `name` belongs to another user, or may not be removed."""
     for partial in _partial_names(folder, f".{name}."):
         with contextlib.suppress(FileNotFoundError):  # whose writer has just published it
             folder.require_removable(partial)

@@ -96,11 +96,11 @@ def _warnings_of_renamed(folder: Path) -> Iterator[str]:
     The folder of a format that packs lies in the one with the record, and may be renamed itself.
     """
     for place in (folder, absolute_path(folder).parent):
-        record = None if holds_another(place) else CommitRecord.read(place)
+        record, paths = _committed_in(place)
         if record is None or not (record.sums or record.besides):
             continue
         is_meant = place == folder or formats.info(record.run.format).packs
-        if is_meant and not any(exists(place / file) for file in record.files.values()):
+        if is_meant and not any(map(exists, paths.values())):
             named = shortened(list(record.files.values()), 1)
             yield (
                 f"{place / COMMIT_RECORD} has sums of files that are not there ({named}): nothing is held against them;"
@@ -206,10 +206,11 @@ def committed_tensors(
         tensors = [*whole.plan(0, checked=False).tensors]
     names = {tensor.spec.name: None for tensor in tensors}
     for name in missing_from(names, commit):
+        others = [other for other in names if other not in commit.sums]
         raise ShardError(
             f"{name!r} was committed, and is not in the source",
             expected=f"all tensors that {COMMIT_RECORD} has sums of",
-            got=f"others: {shortened([other for other in names if other not in commit.sums])}",
+            got=f"no such tensor, and others that it has none of: {shortened(others)}" if others else "no such tensor",
             where=source.files.path,
             remedy="the source has changed since: reshard-mpi verify it, and restore it from a copy",
         )

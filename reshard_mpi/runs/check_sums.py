@@ -256,11 +256,8 @@ def files_by_record(files: ShardFiles) -> ShardFiles:
     An index does not name a file without tensors, and a damaged one does not say what it is.
     """
     folder = folder_of_records(files.path, files.format)
-    ranks = (
-        {}
-        if holds_another(folder)
-        else {real_path(folder / file): rank for file, rank in ranks_by_file(folder).items()}
-    )
+    of_run = {} if holds_another(folder) else ranks_by_file(folder)
+    ranks = {real_path(folder / file): rank for file, rank in of_run.items()}
     path_of = {real_path(path): path for path in files.shards}
     if not path_of.keys() <= ranks.keys():
         return files.one_by_one()

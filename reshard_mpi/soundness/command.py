@@ -278,8 +278,19 @@ class _Read(NamedTuple):
         unlike_weights = _unlike_weights(opened, state, comm, progress)
         commit = agreed(lambda: commit_of(opened.source.files), comm)
         changed = _of_commit(contents, commit, opened, comm, progress)
-        of_sums = (summed, summed_files, contents, unreadable, state, unlike_weights, commit, changed)
-        return cls(opened, of_copies, *of_sums, previous)
+        return cls(
+            opened,
+            of_copies,
+            summed,
+            summed_files,
+            contents,
+            unreadable,
+            state,
+            unlike_weights,
+            commit,
+            unlike_commit=changed,
+            previous=previous,
+        )
 
     def judged(self, request: Request) -> tuple[list[str], list[Finding]]:
         """Judge all without definitions of models; return the names of the evidence, and the findings."""
@@ -358,10 +369,9 @@ def _of_commit(
     """
     path = opened.source.files.path
     if commit.packs:
-        if not is_to_be_held(commit, opened.source.files):
-            return []
+        is_held = agreed(lambda: is_to_be_held(commit, opened.source.files), comm)
         try:
-            tensors = agreed(lambda: committed_tensors(commit, opened.source, lambda _: True), comm)
+            tensors = agreed(lambda: committed_tensors(commit, opened.source, lambda _: True) if is_held else [], comm)
         except ShardError as error:
             return [broken(error)._replace(kind=FindingKind.SUM)]
         mine = tensors[comm.rank :: comm.size]
