@@ -16,7 +16,7 @@ from reshard_mpi.processes.leases import BASE_BYTES, MPI_BYTES, Start
 from reshard_mpi.processes.signals import INTERRUPTED, Terminated, exit_when_terminated, ignore_stops, stopped_by
 from reshard_mpi.text import one_line
 
-_COMMANDS = ("transform", "plan", "verify")
+_COMMANDS = ("transform", "plan", "verify", "diff", "audit")
 # The variable in which a process that starts over passes on what it knows.
 _AGAIN = "RESHARD_MPI_START_OVER"
 _MAX_QUOTED = 120

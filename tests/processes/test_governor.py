@@ -348,6 +348,21 @@ def test_a_process_that_cannot_grow_starts_over_and_keeps_its_place(tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("command", ["plan", "verify", "diff", "audit"])
+def test_other_commands_that_read_shards_wait_bare_too(c: Conversion, state: Path, command: str) -> None:
+    paths = [str(c.src)] * (2 if command == "diff" else 1) + [str(c.dst)] * (command == "plan")
+    with ended(Holder(state, 190 * MIB, memory="200M").expect("holds")):
+        arguments = [*COMMAND, command, *paths, "--memory", "200M"]
+        process = subprocess.Popen(arguments, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        try:
+            assert process.stderr is not None and "waiting for memory" in process.stderr.readline()
+            assert anonymous_bytes(process.pid) < 12 * MIB
+        finally:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.slow
 def test_a_process_that_waits_at_its_start_can_be_stopped(c: Conversion, state: Path) -> None:
     with ended(Holder(state, 190 * MIB, memory="200M").expect("holds")):
         command = [*COMMAND, *c.arguments("transform", "--memory", "200M", "--progress", "none")]
