@@ -203,7 +203,7 @@ def _add_audit(parser: argparse.ArgumentParser) -> None:
     add_comparison(parser, "hold the strategy against CKPT")
     judged = parser.add_argument_group("what counts")
     add(judged, "allow", "find nothing wrong with tensors whose names match (repeatable)")
-    add(judged, "strict", "end with exit code 4 for notes too")
+    add(judged, "strict", "end with exit code 4 for notes and warnings too")
     output = add_output(parser, "every finding, however many there are,")
     output.add_argument("--json", action="store_true", help="print it as JSON")
     output.add_argument(

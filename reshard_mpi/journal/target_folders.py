@@ -21,6 +21,7 @@ from reshard_mpi.journal.publication import (
     stale_bytes,
 )
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, record_path
+from reshard_mpi.journal.run_records import CommitRecord
 from reshard_mpi.journal.target_records import TargetRecord
 from reshard_mpi.processes.host import host_name
 
@@ -111,7 +112,7 @@ def _remove(folder: Folder, name: str) -> bool:
 class Unrecorded:
     """Keeps no state: targets are published complete, whatever was there, so identical concurrent runs are harmless.
 
-    The record that another run keeps of a target is removed when the target is replaced.
+    The record that another run keeps of a target is removed when the target is replaced, and so is that of a commit.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -165,9 +166,13 @@ class Unrecorded:
         return (partial_path(path),)
 
     def _withdraw_record(self, target_rank: int, path: Path) -> None:
-        folder = path.parent.parent
-        record = TargetRecord.read(folder / STATE, target_rank)
-        if record is not None and folder / record.file == path:
-            with Folder.open(folder) as target, target.inner(STATE) as state:
-                uncommit(target, ())  # a target in a rank folder has no index
-                state.remove(record_path(state.path, target_rank).name)
+        for folder in (path.parent, path.parent.parent):
+            record = TargetRecord.read(folder / STATE, target_rank)
+            is_recorded = record is not None and folder / record.file == path
+            commit = CommitRecord.read(folder)
+            if is_recorded or (commit is not None and path in map(folder.joinpath, commit.files.values())):
+                with Folder.open(folder) as target:
+                    uncommit(target, ())
+            if is_recorded:
+                with open_folder(folder / STATE) as state:
+                    state.remove(record_path(state.path, target_rank).name)

@@ -149,6 +149,7 @@ def open_audited(
     memory.reserve_for_reading(request, strategies, purpose, files.format)
     read = strategies or Strategies.read(request)
     source = open_source(files, read.source)
+    files = source.files  # with what has been noticed while they were opened
     # Partial sums of a step that is not finished differ, and are judged by their mean.
     policy = Policy(replicas=request.replicas, accumulated=Accumulated.MEAN, allows_holes=True)
     conversion = Conversion(source, unsharded(), policy)

@@ -117,7 +117,9 @@ def audit(
             checked = _checked(opened, read.contents, tuple(by))
             findings = worst_first(found, request.allow)
             norms = _norms(read.contents) if request.norms else ()
-            return opened.outcome._replace(findings=findings, checked=checked, notes=tuple(notes), norms=norms)
+            warnings = (*opened.outcome.other_warnings, *read.commit.warnings)
+            outcome = opened.outcome._replace(notes=tuple(notes), other_warnings=warnings)
+            return outcome._replace(findings=findings, checked=checked, norms=norms)
 
         return Outcome(processes=comm.size).joined(comm.allgather(agreed(judged, comm)))
 

@@ -134,8 +134,8 @@ class AuditReport(NamedTuple):
         return tuple(each for each in self.findings if not each.kind.is_note)
 
     def is_sound(self, *, strict: bool = False) -> bool:
-        """Tell whether there is no error; strict: and no note."""
-        return not (self.findings if strict else self.errors)
+        """Tell whether there is no error; strict: and neither a note nor a warning."""
+        return not (self.findings or self.warnings if strict else self.errors)
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain values."""
@@ -171,7 +171,8 @@ class AuditReport(NamedTuple):
         of_what = f"audited {counted(self.tensors, 'tensor')}, {format_bytes(self.read_bytes)}"
         by = f" ({', '.join(self.checked)})" if self.checked else ""
         found = "sound" if not self.findings else f"{counted(errors, 'error')}, {counted(notes, 'note')}"
-        return f"{of_what} in {self.seconds:.2f} s{by}: {found}"
+        warned = f", {counted(len(self.warnings), 'warning')}" if self.warnings else ""
+        return f"{of_what} in {self.seconds:.2f} s{by}: {found}{warned}"
 
 
 def _shared_out(findings: Sequence[Finding]) -> list[Finding]:

@@ -535,6 +535,18 @@ def test_one_that_replaces_a_target_without_a_journal_withdraws_it(c: Conversion
     assert record(c).exists()
 
 
+@pytest.mark.parametrize("by_rank", few(1, [True, False]))
+def test_so_does_one_in_a_copy_without_records(c: Conversion, by_rank: bool) -> None:
+    c.done("transform", "--verify")
+    shutil.rmtree(c.dst / ".reshard_mpi")
+    if by_rank:
+        files = {rank: find_shards(str(c.src)).by_rank[rank][0] for rank in range(c.source.world_size)}
+        reshard_mpi.transform_checkpoint_by_rank(0, files, c.written(0), c.src_strategy, c.dst_strategy)
+    else:
+        reshard_mpi.transform_checkpoints(c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
+    assert not record(c).exists()
+
+
 @contextmanager
 def commit_lock(folder: Path, kind: int) -> Iterator[None]:
     with (folder / ".reshard_mpi" / "commit.lock").open("a") as stream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import torch_peer
+from support import safetensors_peer, torch_peer
 from support.checkpoints import sample
 from support.examples import few
 
@@ -424,3 +425,39 @@ def test_links_to_some_files_of_a_commit_beside_copies_are_told(tmp_path: Path) 
         mixed, tmp_path / "read", to="torch", verify=True, src_strategy=tmp_path / "cut.toml"
     )
     assert any("has sums of some of these files" in warning for warning in report.warnings)
+
+
+@pytest.mark.parametrize("kind", ["dcp", "safetensors"])
+def test_audit_warns_of_a_file_of_another_save_as_opening_does(kind: str, tmp_path: Path) -> None:
+    (spec := tmp_path / "to.toml").write_text(CUT.replace('[[parameter]]\nmatch = "*step"\n', ""))
+    for name, added in (("a", 0), ("b", 1)):
+        saved(tmp_path / f"{name}.pt", WHOLE, added=added)
+        reshard_mpi.transform(tmp_path / f"{name}.pt", tmp_path / name, dst_strategy=spec, to=kind)
+    cut = spec if kind == "safetensors" else None
+    assert reshard_mpi.audit(tmp_path / "a", src_strategy=cut).is_sound(strict=True)
+    (ours,) = (path for path in (tmp_path / "a").rglob("*1*") if path.suffix in (".distcp", ".safetensors"))
+    time_ns = ours.stat().st_mtime_ns + 10**9
+    ours.write_bytes((tmp_path / "b" / ours.relative_to(tmp_path / "a")).read_bytes())
+    os.utime(ours, ns=(time_ns, time_ns))
+    report = reshard_mpi.audit(tmp_path / "a", src_strategy=cut)
+    assert ["a copy of another shard" in warning for warning in report.warnings] == [True], report
+    assert report.is_sound() and not report.is_sound(strict=True)
+    assert report.summary().endswith(": sound, 1 warning")
+
+
+def test_audit_warns_of_what_a_commit_is_not_held_against(tmp_path: Path) -> None:
+    saved(tmp_path / "a.pt", WHOLE)
+    reshard_mpi.transform(tmp_path / "a.pt", tmp_path / "a", to="safetensors", verify=True)
+    copy = copied(tmp_path / "a", tmp_path / "copy")
+    assert not reshard_mpi.audit(copy).warnings
+    (file,) = copy.rglob("*.safetensors")
+    file.rename(file.with_name("net_0.safetensors"))
+    assert ["nothing is held against them" in text for text in reshard_mpi.audit(copy).warnings] == [True]
+
+
+def test_audit_warns_of_a_file_that_lacks_what_other_ranks_hold(tmp_path: Path) -> None:
+    path = tmp_path / "net.safetensors"
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    header = {"w": entry, "__metadata__": {"remove_redundancy": "True"}}
+    path.write_bytes(safetensors_peer.file_of(header, np.ones(2, np.float32).tobytes()))
+    assert ["tensors of theirs may be missing" in text for text in reshard_mpi.audit(path).warnings] == [True]
