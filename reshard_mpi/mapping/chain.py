@@ -14,6 +14,7 @@ from reshard_mpi.mapping.optimizers import settings_of_all
 from reshard_mpi.mapping.result import Computed, ConstantTensor, DerivedTensor, MapResult, taken_of
 from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.mapping.selection import Selection, TargetTemplate
+from reshard_mpi.mapping.tensor_kinds import parted_anywhere
 from reshard_mpi.sharding.box import Pieces
 from reshard_mpi.sharding.strides import Move
 from reshard_mpi.text import shortened
@@ -169,10 +170,23 @@ def chained(
         stranded |= mapped.stranded
         yield mapped
         inventory = mapped.kinds
-        beside = frozenset(tensor.name for tensor in mapped.made if beside.issuperset(tensor.sources.values()))
+        beside = frozenset(_made_beside(mapped, beside))
     mapped = applied(last, choice._replace(beside=beside), inventory, forward, like, settings, of_target)
     _require_none_taken(stranded, mapped)
     yield mapped
+
+
+def _made_beside(mapped: MapResult, beside: frozenset[str]) -> Iterator[str]:
+    """Yield what a map makes beside the model of a training: of what lies there, or computed, but as state.
+
+    Args:
+        beside: what lies there before; nothing in a file that is no training.
+    """
+    if not beside:
+        return
+    yield from (tensor.name for tensor in mapped.made if beside.issuperset(tensor.sources.values()))
+    made = {tensor.name for tensor in mapped.made}
+    yield from (number.name for number in mapped.computed if parted_anywhere(number.name, made) is None)
 
 
 def _require_none_taken(stranded: frozenset[str], mapped: MapResult) -> None:

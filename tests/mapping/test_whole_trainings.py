@@ -664,6 +664,12 @@ def test_maps_of_what_lies_beside_the_model_change_nothing_in_it(
     assert found.keys() == {*names, *beside, "client_state.seen"}
 
 
+def test_what_a_map_has_computed_lies_beside_the_model_for_the_next_one(tmp_path: Path) -> None:
+    maps = ["torch-mindspore", "{p*} <=> net.{p*}"]
+    found = held(converted(tmp_path, for_mindspore(), map=maps, forward=True, to="safetensors"))
+    assert found.keys() == mindspore_names(["net.fc.w", "net.mlp.w", "net.lin.w"]) | NUMBERS
+
+
 def test_no_equation_for_any_name_takes_what_lies_beside_the_model_alone(tmp_path: Path) -> None:
     source = training() | {"extra": {"a": {"v": tensor(np.ones(3, np.float32))}}}
     with pytest.raises(MapError, match=r"applies nowhere|no tensor|does nothing"):
