@@ -325,8 +325,8 @@ def _made_apart(
     """Return the names of tensors that do not go into the model, and what these are called in the target.
 
     What lies beside the model stays there, whatever it is called: `ema.w`, `average.w`. State that a map names after
-    parameters has their whole names: `moment1.model.w`. So has what is made up as state. Numbers that are computed have
-    no other names.
+    parameters has their whole names: `moment1.model.w`. So has what is made up as state. Numbers that are computed, and
+    what is made up beside what lies beside the model, have no other names.
 
     Args:
         chain: the maps' results by plain names.
@@ -338,6 +338,7 @@ def _made_apart(
     for mapped in chain:
         made = [(tensor.name, _sources(tensor)) for tensor in mapped.made] if numbers or made_up else []
         numbers = {name for name, own in made if own and numbers.issuperset(own)} | {n.name for n in mapped.computed}
+        numbers |= {constant.name for constant in mapped.constants if constant.name in mapped.beside}
         made_up = {name for name, own in made if own and made_up.issuperset(own)} | {c.name for c in mapped.constants}
     states = {name for name, own in sources_of.items() if own and all(each.startswith(of_optimizers) for each in own)}
     parameters = sources_of.keys() - states - made_up - numbers

@@ -159,34 +159,36 @@ def chained(
         choice, like: of what the last one makes.
         settings: of the source's optimizer.
     """
-    *first, last = rules
     of_target = {} if like is None else settings_of_all(like.training, like.nest)
     stranded: frozenset[str] = frozenset()
     beside = frozenset(choice.beside)
-    for of_one in first:
-        of_first = Selection(last=choice, owners=choice.owners, beside=beside)
-        mapped = applied(of_one, of_first, inventory, forward, None, settings, of_target)
+    for number, of_one in enumerate(rules, 1):
+        is_last = number == len(rules)
+        own = choice if is_last else Selection(last=choice, owners=choice.owners)
+        own_like = like if is_last else None
+        mapped = applied(of_one, own._replace(beside=beside), inventory, forward, own_like, settings, of_target)
         _require_none_taken(stranded, mapped)
         stranded |= mapped.stranded
-        yield mapped
-        inventory = mapped.kinds
-        beside = frozenset(_made_beside(mapped, beside))
-    mapped = applied(last, choice._replace(beside=beside), inventory, forward, like, settings, of_target)
-    _require_none_taken(stranded, mapped)
-    yield mapped
+        inventory, beside = mapped.kinds, frozenset(_made_beside(mapped, beside))
+        yield mapped._replace(beside=beside)
 
 
 def _made_beside(mapped: MapResult, beside: frozenset[str]) -> Iterator[str]:
     """Yield what a map makes beside the model of a training: of what lies there, or computed, but as state.
+
+    What is made up beside a tensor lies where that does.
 
     Args:
         beside: what lies there before; nothing in a file that is no training.
     """
     if not beside:
         return
-    yield from (tensor.name for tensor in mapped.made if beside.issuperset(tensor.sources.values()))
+    of_tensors = {tensor.name for tensor in mapped.made if beside.issuperset(tensor.sources.values())}
+    yield from of_tensors
+    others = [number.name for number in mapped.computed]
+    others += [constant.name for constant in mapped.constants if constant.sibling in of_tensors]
     made = {tensor.name for tensor in mapped.made}
-    yield from (number.name for number in mapped.computed if parted_anywhere(number.name, made) is None)
+    yield from (name for name in others if parted_anywhere(name, made) is None)
 
 
 def _require_none_taken(stranded: frozenset[str], mapped: MapResult) -> None:

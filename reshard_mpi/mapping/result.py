@@ -179,12 +179,18 @@ def taken_of(tensor: DerivedTensor) -> tuple[TermTensor, ...]:
 
 
 class ConstantTensor(NamedTuple):
-    """A tensor that is made up. element: the bytes of each of its elements."""
+    """A tensor that is made up.
+
+    Attributes:
+        element: the bytes of each of its elements.
+        sibling: the name of the tensor that it is made up beside; empty: of none.
+    """
 
     name: str
     kind: TensorType
     element: bytes
     where: str
+    sibling: str = ""
 
     @property
     def assembly(self) -> Assembly:
@@ -226,6 +232,7 @@ class MapResult(NamedTuple):
     # state that stays while its parameter goes, which is left out after a later map
     stranded: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()  # on what nothing but the map's usual lengths decides
+    beside: frozenset[str] = frozenset()  # what is made beside the model of a training
     # of what is made of tensors and gets another type by `--dtype`: the one that it has without it
     own_types: Mapping[str, DType] = MappingProxyType({})
 

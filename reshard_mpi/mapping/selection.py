@@ -316,7 +316,7 @@ def _of_fill(fill: Fill, tensors: Sequence[DerivedTensor]) -> Iterator[ConstantT
             name = fill.name.filled({capture.name: value for capture, value in zip(beside.captures, values)})
             dtype = fill.dtype or tensor.dtype
             shape = tensor.assembly.shape if fill.shape is None else fill.shape
-            yield ConstantTensor(name, TensorType(dtype, shape), fill.element(dtype), fill.where)
+            yield ConstantTensor(name, TensorType(dtype, shape), fill.element(dtype), fill.where, tensor.name)
 
 
 def dropped(

@@ -670,6 +670,21 @@ def test_what_a_map_has_computed_lies_beside_the_model_for_the_next_one(tmp_path
     assert found.keys() == mindspore_names(["net.fc.w", "net.mlp.w", "net.lin.w"]) | NUMBERS
 
 
+@pytest.mark.parametrize("maps", few(1, [["map.toml"], ["map.toml", "{p*} <=> net.{p*}"]]))
+def test_what_is_made_up_beside_a_tensor_lies_where_that_does(tmp_path: Path, maps: list[str]) -> None:
+    fill = 'fill = { name = "{p*}.seen", value = 0, shape = [], beside = "{p*}.mean", type = "int64" }'
+    (tmp_path / "map.toml").write_text(f"[[map]]\n{fill}\n")
+    means = {"bn.mean": tensor(np.ones(3, np.float32))}
+    source = {"model": {**means, **training()["model"]}, "optimizer": training()["optimizer"], "teacher": means}
+    options = {"map": [str(tmp_path / maps[0]), *maps[1:]], "forward": True, "to": "torch"}
+    found = held(converted(tmp_path, source, **options))
+    net = "net." * (len(maps) - 1)
+    assert {name for name in found if "bn" in name} == {
+        *(f"model.{net}bn.{key}" for key in ("mean", "seen")),
+        *(f"teacher.bn.{key}" for key in ("mean", "seen")),
+    }
+
+
 def test_no_equation_for_any_name_takes_what_lies_beside_the_model_alone(tmp_path: Path) -> None:
     source = training() | {"extra": {"a": {"v": tensor(np.ones(3, np.float32))}}}
     with pytest.raises(MapError, match=r"applies nowhere|no tensor|does nothing"):
