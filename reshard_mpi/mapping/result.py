@@ -232,9 +232,9 @@ class MapResult(NamedTuple):
     # state that stays while its parameter goes, which is left out after a later map
     stranded: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()  # on what nothing but the map's usual lengths decides
-    beside: frozenset[str] = frozenset()  # what is made beside the model of a training
     # of what is made of tensors and gets another type by `--dtype`: the one that it has without it
     own_types: Mapping[str, DType] = MappingProxyType({})
+    beside: frozenset[str] = frozenset()  # what is made beside the model of a training
 
     @property
     def kinds(self) -> dict[str, TensorType]:

@@ -256,8 +256,8 @@ def origins(outcome: MapsOutcome, accumulated: Accumulated) -> Iterator[tuple[st
         joins = accumulated is not Accumulated.REFUSE and any(map(is_partial_sum, sources))
         types += f", the {accumulated} of replicas" if joins else ""
         yield tensor.name, f"{origin}{zeros}{types}"
-    for name, kind, element, where in outcome.constants:
-        yield name, f"made up of {numbers(element, kind.dtype)[0]}, by {where}"
+    for constant in outcome.constants:
+        yield constant.name, f"made up of {numbers(constant.element, constant.kind.dtype)[0]}, by {constant.where}"
     for name in outcome.left_out:
         yield name, LEFT_OUT
 
