@@ -41,7 +41,8 @@ class Publication:
         partial: its path until then. descriptor: open for reading and writing as long as the block lasts.
         announce: called before the file takes its name, with the open file and the sums given to `publish`.
         confirm: called when it is in place, with its descriptor.
-        host: the name of this host if other processes may write the same file at once.
+        host: the name of this host if other processes may write the same file at once: then its partial file has a
+            digest of this name, and is locked. Otherwise "".
         store_copied_bytes: how many bytes of it an object store has copied by itself, when it is published.
     """
 
@@ -141,7 +142,7 @@ def partial_name(name: str, token: str = "0" * 2 * _TOKEN_BYTES) -> str:
 
 
 def partial_path(path: Path) -> Path:
-    """Return a path as long as the partial path of `path`."""
+    """Return a path as long as the partial path of `path`, to check the limits of names."""
     return path.with_name(partial_name(path.name))
 
 
@@ -186,8 +187,9 @@ def remove_stale(folder: Folder, name: str, host: str = "") -> None:
     """Remove the partial files of `name` whose writers have died.
 
     Args:
-        host: the name of this host if others may be writing the file: then only those made on this host are removed.
-            Without it nobody may, so all are; raises TargetError if one belongs to another user.
+        host: as for `Publication`: with it only those are removed that were made on this host and are not locked.
+            Otherwise nobody else may be writing the file, so all are removed; raises TargetError if one belongs to
+            another user.
     """
     if not host:
         require_own_stale(folder, name)

@@ -6,7 +6,7 @@ that write targets share `commit.lock`, and one that commits has it alone, so no
 
 A record is written twice. The first one is written before the target takes its name and identifies the file that will
 (`TargetRecord.announced`), so a finished target is known as such even if its writer died in that instant. The second
-one holds for whatever file is in place, for folders that are copied and file systems that give files new numbers.
+one names no inode, so it stays valid when the folder is copied, and on file systems that give files new numbers.
 What lies in a target's place and is not this program's own (see `file_ownership`) is replaced with --overwrite alone.
 """
 
@@ -186,7 +186,7 @@ class Journal:
         require_place(self.folder, path)
 
     def _require_recorded(self, target_rank: int, path: Path) -> None:
-        """Raise TargetError if the file in a target's place is nobody's that the records know."""
+        """Raise TargetError if no record explains the file in a target's place."""
         with opened_inner(self.folder, STATE) as state:
             require_own_target(state, self.folder, target_rank, path)
 
@@ -280,7 +280,7 @@ class Journal:
         return space_of_stale(self.folder, path)
 
     def paths(self, target_rank: int, path: Path) -> tuple[Path, ...]:
-        """Return the longest paths that are made for a target."""
+        """Return the longest paths that are made for a target. They are used only to check the limits of names."""
         return partial_path(path), partial_path(record_path(self._state, target_rank))
 
     def _announce(
@@ -293,7 +293,7 @@ class Journal:
         sums: Sequence[TensorSum],
         besides: str,
     ) -> None:
-        """Record that the target is complete as soon as the file that was `written` takes its name."""
+        """Write the record that becomes true at the moment when the file that was `written` gets its name."""
         evidence.require_sources_unchanged(target_rank)
         self._require_still_own(state, target_rank, path)
         self._require_begun()

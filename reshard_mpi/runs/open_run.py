@@ -196,7 +196,7 @@ def open_run(
     shards = request.shard_files()
     name = _target_format(request, shards.format)
     traits = formats.info(name)
-    # Only some of millions of targets are looked at, and only later where it is not known yet how many there are.
+    # With --part, or where packing decides how many targets there are, places are checked once the targets are known.
     is_sampled = request.part is not None or traits.split_by_size or traits.packs
     if not is_sampled:
         ranks = request.rank if request.rank is not None else range(read.target.world_size)
@@ -210,7 +210,7 @@ def open_run(
         commit = commit_of(source.files)
         source.files = source.files._replace(warnings=(*source.files.warnings, *commit.warnings))
         source_commit = commit if is_to_be_held(commit, source.files) else None
-    # One copy of a tensor does not stand for others whose shards have no records.
+    # The commit has a sum of each whole tensor, not of each shard, so replicas must be compared in full.
     replicas = request.replicas if source_commit is None else Replicas.CHECK
     conversion = Conversion(
         source,

@@ -121,8 +121,9 @@ class Conversion:
         """Return the plan of one target rank, after its checks have passed.
 
         Args:
-            checked: False leaves out all that reads tensors of the source, if another process or an earlier call has
-                done so. The replicas in `plan.to_compare`, which targets share, are left to `compare_replicas.compare`.
+            checked: whether to read from the source also step counters, the beginnings of unlisted tensors, and copies
+                that may differ; False if another process or an earlier call does. The replicas in `plan.to_compare`,
+                which targets share, are left to `compare_replicas.compare`.
 
         Raises a ReshardError if the target cannot be made exactly.
         """
@@ -325,9 +326,10 @@ class Conversion:
         self._opener = None
 
     def require_fitting_strategies(self) -> None:
-        """Raise StrategyError if a rule of a spec places no tensor; first what contradicts the source's strategy.
+        """Raise StrategyError if a rule of a spec places no tensor.
 
-        Shards of every stage are needed to see that; if a stage has none, nothing is raised.
+        If shards contradict the source's strategy, that error comes first. Shards of every stage are needed to see
+        which rules place nothing; if a stage has none, nothing is raised.
         """
         source = self.planned_source
         both = ((source.strategy, "source"), (self.target, "target"))

@@ -286,9 +286,8 @@ def _size_bytes(path: str | os.PathLike[str]) -> int:
 class RunMemory:
     """Holds memory for this process as long as the `with` block lasts.
 
-    If there is not enough for a request, what was read and planned is freed, or the process starts over; so after a
-    request callers must see whether what they need is still there. While the process waits for others of its run, it
-    gives way to processes that wait for memory.
+    If there is not enough for a request, what was read and planned is freed (`reserve_peak` returns False then), or the
+    process starts over. While the process waits for others of its run, it gives way to processes that wait for memory.
     """
 
     def __init__(self, allowance: Callable[[], Allowance], comm: Comm, progress: Progress) -> None:

@@ -112,7 +112,8 @@ class TargetPlans:
         assignments: the work of each process of the run; own: that of this one.
         inputs: for each target to write, by rank, what its record says of its sources.
         peak_bytes: for each of them, the memory that writing it is projected to take.
-        further_bytes: for each that reads short parts of objects, the memory that it takes beside others that do.
+        further_bytes: for each that reads short parts of objects, the memory that it adds when it is written beside
+            others.
         report: what the other processes are told of the plans.
     """
 
@@ -218,9 +219,10 @@ class TargetPlans:
         return PlanReport.of(plan)
 
     def side_by_side(self) -> Iterator[list[int]]:
-        """Yield the targets to write that this process makes alone, those together that are written side by side.
+        """Yield the targets to write that this process makes alone, in groups that are each written side by side.
 
-        These are the ones that read short parts of the same objects, as many as memory allows.
+        A group is of targets that read short parts of the same objects, as many as memory allows. Any other target is
+        a group by itself.
         """
         ceiling_bytes, alike = self._memory.governor().ceiling_bytes, dict[tuple[int, ...], list[int]]()
         for rank in (rank for rank in self.own.whole if rank in self.inputs):

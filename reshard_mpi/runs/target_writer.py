@@ -259,7 +259,8 @@ class Writer:
         """Begin to send a target that is written to an object store; None for a file.
 
         Args:
-            recorded: tensors that need not be read where the store copies them, but to be summed by the format itself.
+            recorded: tensors whose sums are known: where the store copies them, they are read only if the format itself
+                sums them.
         """
         if not is_object_path(self._run.request.target):
             return None

@@ -95,11 +95,12 @@ def checked_plans(
 
     Returns this process's plans, and what all processes say about theirs. If the targets will be verified, they are
     planned only from shards that fit their own checksums: one that does not is lost, and all is planned again without
-    it. Shards in an object store whose tensors are all taken as they are need not be read for that: the store tells the
-    sums of what it copies, and these are compared then.
+    it. A shard in an object store is not read for that if every tensor is copied unchanged: the sums that the store
+    tells of its copies are compared instead.
 
     Args:
-        make: plans this process's targets, given what is known to be wrong with source shards.
+        make: plans this process's targets; called once in each round, with what is known by then to be wrong with
+            source shards.
 
     Raises the same error on every process if the run is refused, also if no other shard holds what a lost one held.
     """
@@ -269,7 +270,7 @@ def _compare(
 def _compare_parts(
     mapped: MappedCheckpoint, plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress
 ) -> None:
-    """Compare parts of tensors that must be the same, since this process's targets have only one of both."""
+    """Compare parts of tensors that the source has twice and that a format that packs writes once (step 3)."""
     files, limits = [rank for rank in plans.own.leads if rank in plans.inputs], plans.run.conversion.limits
     own_bytes = mapped.compared_bytes(files)
     size_bytes = sum(together(comm, lambda: own_bytes))

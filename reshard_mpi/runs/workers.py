@@ -78,7 +78,8 @@ def run_with_workers(
     Args:
         jobs: None for one on each core, but no more than are useful. If fewer than `jobs` are started, a note in the
             outcome says so.
-        caller: leads to the process that this one works for, if there is one; it sends nothing more.
+        caller: the channel to the process that has started this one, if it is not the caller itself. Nothing more is
+            sent on it, so if it becomes readable that process is gone.
 
     Raises EOFError when the caller is gone, and the error that refused the run. A worker that dies is a failure of the
     targets it has not made.

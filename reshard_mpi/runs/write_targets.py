@@ -71,7 +71,7 @@ class Reserved(NamedTuple):
 
 
 class FillReport(NamedTuple):
-    """A process's results on shared targets so far. outcome: with its failures."""
+    """A process's results on shared targets so far, with its failures in `outcome`."""
 
     outcome: Outcome = Outcome()
     reserved: tuple[Reserved, ...] = ()
