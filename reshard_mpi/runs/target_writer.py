@@ -153,9 +153,9 @@ class Writer:
             sums: tuple[TensorSum, ...] = ()
             if self._run.request.verify:
                 sums = self.verify(plan, manifest, descriptor, None, plan.written_bytes, staging, recorded)
-            self.seal(publication, manifest, sums)
+            self.finish(publication, manifest, sums)
             filled = filled._replace(store_copied_bytes=publication.store_copied_bytes)
-        return self.finished(plan, begin, waited_seconds, [filled], together)
+        return self.outcome_of(plan, begin, waited_seconds, [filled], together)
 
     def fill_span(self, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span) -> ShareReport:
         """Fill a span of a file that other processes fill too."""
@@ -273,8 +273,8 @@ class Writer:
         unread = () if is_summed or not recorded else spans_of(recorded)
         return publication.stage(manifest, copied_runs(plan.tensors, manifest), unread)
 
-    def seal(self, publication: Publication, manifest: Manifest, sums: Sequence[TensorSum]) -> None:
-        """Finish a target, read its structure back, and put it in place."""
+    def finish(self, publication: Publication, manifest: Manifest, sums: Sequence[TensorSum]) -> None:
+        """Seal a target that is filled, read its structure back, and publish it."""
         sums_by_name = {tensor.name: tensor.value for tensor in sums}
         self._format.seal(publication.descriptor, manifest.path, sums_by_name, crc=self._run.request.crc)
         require_as_meant(self._format, publication, manifest, sums_by_name)
@@ -302,7 +302,7 @@ class Writer:
     def attempt(self, rank: int, do: Callable[[int], T]) -> T | Outcome:
         return attempt(partial(do, rank), self._comm, rank, self._run.path(rank))
 
-    def finished(
+    def outcome_of(
         self,
         plan: RankPlan,
         begin: float,

@@ -197,9 +197,9 @@ class SharedTargets:
             compared = [verified for part in parts for verified in part.verified if verified.rank == rank]
             plan, waited_seconds = self._writer.plan(rank)
             sums = joined_sums((share.sums for share in compared), plan.tensors.specs.names) if compared else ()
-            self._writer.seal(led.publication, led.reserved.manifest(), sums)
+            self._writer.finish(led.publication, led.reserved.manifest(), sums)
             waited_seconds += led.waited_seconds + max((share.waited_seconds for share in compared), default=0.0)
-            return self._writer.finished(plan, led.begin, waited_seconds, filled)
+            return self._writer.outcome_of(plan, led.begin, waited_seconds, filled)
 
         return Outcome().joined([self._writer.attempt(rank, publish) for rank in self._led])
 
