@@ -137,7 +137,7 @@ class Writer:
     ) -> Generator[float, None, Outcome]:
         """Write a target; yield after each step the share of it that is written. together: all that are written."""
         begin = time.monotonic()
-        plan, waited_seconds = self.plan(rank, together)
+        plan, waited_seconds = self.plan_with_memory(rank, together)
         self._progress.display.started(rank)
         with self.writing(rank) as publication:
             if self._run.is_streamed:
@@ -289,7 +289,7 @@ class Writer:
         besides = digest_besides(file, manifest.tensors.payload_spans()) if is_verified else ""
         publication.publish(sums, besides)
 
-    def plan(self, rank: int, together: Sequence[int] = ()) -> tuple[RankPlan, float]:
+    def plan_with_memory(self, rank: int, together: Sequence[int] = ()) -> tuple[RankPlan, float]:
         """Wait for the memory that a target takes; return its plan, and the seconds waited.
 
         Args:
@@ -315,7 +315,7 @@ class Writer:
         Args:
             begin: a monotonic time.
             filled: its parts.
-            together: as for `plan`.
+            together: as for `plan_with_memory`.
         """
         rank = plan.target_rank
         report = TargetReport(

@@ -113,7 +113,7 @@ class SharedTargets:
 
         def reserve(rank: int) -> FillReport:
             begin = time.monotonic()
-            plan, waited_seconds = self._writer.plan(rank)
+            plan, waited_seconds = self._writer.plan_with_memory(rank)
             publication = publications.enter_context(self._writer.writing(rank))
             manifest = self._writer.reserve(publication, plan)
             reserved = Reserved.of(rank, manifest, publication.identity)
@@ -165,7 +165,7 @@ class SharedTargets:
 
         def do_one(share: TargetSlice, rank: int) -> FillReport:
             reserved = reservations[rank]
-            plan, waited_seconds = self._writer.plan(rank)
+            plan, waited_seconds = self._writer.plan_with_memory(rank)
             manifest = reserved.manifest()
             _require_planned_alike(plan, manifest, self._run.request.source)
             with self._opened(rank, reserved) as descriptor:
@@ -195,7 +195,7 @@ class SharedTargets:
             if failures:
                 return Outcome(failures=failures)
             compared = [verified for part in parts for verified in part.verified if verified.rank == rank]
-            plan, waited_seconds = self._writer.plan(rank)
+            plan, waited_seconds = self._writer.plan_with_memory(rank)
             sums = joined_sums((share.sums for share in compared), plan.tensors.specs.names) if compared else ()
             self._writer.finish(led.publication, led.reserved.manifest(), sums)
             waited_seconds += led.waited_seconds + max((share.waited_seconds for share in compared), default=0.0)
