@@ -167,7 +167,7 @@ def _planned(
         of_ranks = drift.unlisted
         if comm.rank == 0:
             own = conversion if conversion.mapped is None else conversion.mapped.original
-            of_ranks += own.checked(own.plan(0, checked=False)).differing
+            of_ranks += own.with_facts_read(own.plan(0, checked=False)).differing
         found = difference_messages(of_ranks, conversion.source.files.path)
         notes_on_ranks += [f"{conversion.source.files.path}: {note}" for note in found.notes]
         warnings += [f"{conversion.source.files.path}: {warning}" for warning in found.warnings]

@@ -210,7 +210,7 @@ class MappedCheckpoint(SourceCheckpoint):
         """
         if checked and not self._is_checked:
             outcome = self._opened()
-            whole = self.original.checked(outcome.plan)
+            whole = self.original.with_facts_read(outcome.plan)
             self.check_values()
             self._require_nobodys_own(outcome, whole)
             self._made, self._is_checked = outcome._replace(plan=whole), True

@@ -134,7 +134,7 @@ class Conversion:
             if not checked:
                 return plan
             self.require_none_left_behind(plan, ShardShare(target_rank, self.target.world_size))
-            return self.checked(plan)
+            return self.with_facts_read(plan)
         try:
             opened = self.opener.open(target_rank)
             if self.mapped is None and not self.is_one_checkpoint:
@@ -170,7 +170,7 @@ class Conversion:
             plan = plan._replace(notes=(*plan.notes, *notes_on(self.policy.accumulated, plan.gradients)))
         if checked:
             self.require_none_left_behind(plan, ShardShare(target_rank, self.target.world_size))
-            plan = self.checked(plan)
+            plan = self.with_facts_read(plan)
         if self.is_one_checkpoint:
             opened.require_one_copy()
             self.opener.require_written(opened)
@@ -204,7 +204,7 @@ class Conversion:
         if lone is not None and self.source.strategy.world_size > 1 and lone.siblings():
             error.remedy = f"give {lone.checkpoint}, where the shards of the other ranks are"
 
-    def checked(self, plan: RankPlan) -> RankPlan:
+    def with_facts_read(self, plan: RankPlan) -> RankPlan:
         """Return a plan with all that reading tensors of the source shows. Raises what `plan` raises."""
         manifests = {rank: self.planned_source.manifest(rank) for rank in plan.source_ranks}
         counters = plain_counters(manifests.values())

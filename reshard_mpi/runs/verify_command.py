@@ -131,7 +131,7 @@ class _ComparedCheckpoints(NamedTuple):
             return
         own = Conversion(self.target, unsharded(), Policy(replicas=self.conversion.policy.replicas))
         try:
-            own.checked(own.plan(0, checked=False))
+            own.with_facts_read(own.plan(0, checked=False))
         except DAMAGE as error:
             yield as_reshard_error(error, Path(files.path))
 

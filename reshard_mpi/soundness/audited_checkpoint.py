@@ -158,7 +158,7 @@ def open_audited(
     warnings = [drift_warning(drift.copies)] if drift.copies else []
     plan = conversion.plan(0, checked=False)
     conversion.require_none_left_behind(plan, ShardShare(comm.rank, comm.size))
-    differing = conversion.checked(plan).differing if comm.rank == 0 else ()
+    differing = conversion.with_facts_read(plan).differing if comm.rank == 0 else ()
     found = difference_messages((*drift.unlisted, *differing), files.path)
     peak_bytes = memory.require_possible(plan) + (comparing_bytes(LIMITS) if plan.to_compare else 0)
     peak_bytes += _NUMPY_BYTES + _BUFFER_BYTES + _CONTENT_BYTES * len(plan.tensors)
