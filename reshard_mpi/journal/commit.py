@@ -34,7 +34,7 @@ from reshard_mpi.journal.file_ownership import (
     withdraw_commit,
 )
 from reshard_mpi.journal.provenance import MAX_NS, Sources, require_one_state, require_same_sources
-from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_stale, remove_stale_records
+from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_dead_partials, remove_dead_records
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, record_path, recorded_ranks, written
 from reshard_mpi.journal.run_records import (
     COMMIT_ROOM,
@@ -245,8 +245,8 @@ def commit_locked(
         )
     size_bytes = sum(record.head.size_bytes for record in records)
     times_ns = {record.rank: record.head.modified_ns for record in records}
-    remove_stale(opened.folder, COMMIT_RECORD)
-    remove_stale_records(opened.state)
+    remove_dead_partials(opened.folder, COMMIT_RECORD)
+    remove_dead_records(opened.state)
     is_same = (
         committed is not None
         and committed_times(folder, committed.digest) == times_ns
@@ -272,7 +272,7 @@ def commit_locked(
         if names_another_save(folder, identity, name):  # --overwrite has removed it before
             continue
         with target_folder(opened.folder, path) as inner:
-            remove_stale(inner, path.name)
+            remove_dead_partials(inner, path.name)
             publish_bytes(inner, path.name, content)
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in index.items()}
     keep_times(opened.state, identity.digest, times_ns)

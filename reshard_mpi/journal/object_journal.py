@@ -33,7 +33,7 @@ from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, state_
 from reshard_mpi.filesystem.object_uploads import SentPart, Upload
 from reshard_mpi.filesystem.source_files import SourceFile, first_bytes, is_folder, is_taken
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.journal.file_ownership import remove_leftovers, require_own_target
+from reshard_mpi.journal.file_ownership import remove_earlier_run, require_own_target
 from reshard_mpi.journal.provenance import Sources, TargetInputs
 from reshard_mpi.journal.publication import Publication
 from reshard_mpi.journal.record_files import (
@@ -229,7 +229,7 @@ class ObjectJournal(Journal):
             if not self._is_single_writer:
                 self._require_conditions(place, content, earlier)
             if self._overwrite:
-                remove_leftovers(folder, state, self.identity, self._index_files)
+                remove_earlier_run(folder, state, self.identity, self._index_files)
             if earlier is not None or self._is_single_writer:
                 object_folders.put(place, content, instead_of=None if self._is_single_writer else earlier)
         self.check()

@@ -15,10 +15,10 @@ from reshard_mpi.filesystem.source_files import is_taken
 from reshard_mpi.journal.provenance import TargetInputs
 from reshard_mpi.journal.publication import (
     Publication,
+    dead_partial_bytes,
     partial_path,
-    remove_stale,
-    require_own_stale,
-    stale_bytes,
+    remove_dead_partials,
+    require_own_partials,
 )
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, record_path
 from reshard_mpi.journal.target_records import TargetRecord
@@ -52,15 +52,15 @@ def require_place(folder: Path, path: Path) -> None:
     """Raise TargetError if no file can take the name `path` below the target folder, whatever is there."""
     with _opened_folder_of(folder, path) as inner:
         if inner is not None:
-            require_own_stale(inner, path.name)
+            require_own_partials(inner, path.name)
     require_writable(path.parent)
     require_file_or_nothing(path, "a target")
 
 
-def space_of_stale(folder: Path, path: Path, host: str = "") -> int:
-    """Return how many bytes the stale partial files of the target `path` take."""
+def space_of_dead_partials(folder: Path, path: Path, host: str = "") -> int:
+    """Return how many bytes partial files of the target `path` take whose writers have died."""
     with _opened_folder_of(folder, path) as inner:
-        return 0 if inner is None else stale_bytes(inner, path.name, host)
+        return 0 if inner is None else dead_partial_bytes(inner, path.name, host)
 
 
 def _opened_folder_of(folder: Path, path: Path) -> AbstractContextManager[Folder | None]:
@@ -151,14 +151,14 @@ class Unrecorded:
             target_folder(folder, path) as inner,
         ):
             host = host_name(os.environ)
-            remove_stale(inner, path.name, host)
+            remove_dead_partials(inner, path.name, host)
             require_unchanged = evidence.require_sources_unchanged
             with Publication(inner, path.name, lambda *_: require_unchanged(target_rank), host=host) as publication:
                 yield publication
 
     def left_bytes(self, path: Path) -> int:
-        """Return how much space stale partial files of a target take, which is free again when it is begun."""
-        return space_of_stale(self._folder, path, host_name(os.environ))
+        """Return how much space partial files of dead writers take, which is free again when the target is begun."""
+        return space_of_dead_partials(self._folder, path, host_name(os.environ))
 
     def paths(self, target_rank: int, path: Path) -> tuple[Path, ...]:
         """Return the longest paths that are made for a target."""

@@ -41,7 +41,7 @@ from reshard_mpi.journal.file_ownership import (
     leftovers,
     note_replaceable,
     other_saves,
-    remove_leftovers,
+    remove_earlier_run,
     remove_note,
     require_no_other_records,
     require_own_index,
@@ -52,7 +52,7 @@ from reshard_mpi.journal.publication import (
     Publication,
     partial_path,
     publish_text,
-    remove_stale,
+    remove_dead_partials,
 )
 from reshard_mpi.journal.record_files import (
     COMMIT_RECORD,
@@ -68,7 +68,7 @@ from reshard_mpi.journal.target_folders import (
     opened_inner,
     require_place,
     require_writable,
-    space_of_stale,
+    space_of_dead_partials,
     target_folder,
     uncommit,
 )
@@ -222,11 +222,11 @@ class Journal:
             closing(open_lock(state, _RUN_LOCK)) as lock,
         ):
             if wait_for_lock(lock, fcntl.LOCK_EX, path, say, _BEGIN_SECONDS, self._is_begun):
-                remove_stale(state, run.name)
+                remove_dead_partials(state, run.name)
                 is_new = read_json(run) is None
                 if self._overwrite and not self._is_begun():
                     is_new = True
-                    remove_leftovers(folder, state, self.identity, self._index_files)
+                    remove_earlier_run(folder, state, self.identity, self._index_files)
                 if is_new or self._is_begun():
                     self._keep_strategy(state)
                 if is_new:
@@ -266,8 +266,8 @@ class Journal:
                 note_replaceable(lock, path)
             record = record_path(self._state, target_rank).name
             state.remove(record)
-            remove_stale(state, record)
-            remove_stale(inner, path.name)
+            remove_dead_partials(state, record)
+            remove_dead_partials(inner, path.name)
             announce = partial(self._announce, state, target_rank, path, evidence)
             confirm = partial(self._confirm, state, target_rank)
             with Publication(inner, path.name, announce, confirm) as publication:
@@ -276,8 +276,8 @@ class Journal:
                     remove_note(lock)
 
     def left_bytes(self, path: Path) -> int:
-        """Return how much space stale partial files of a target take, which is free again when it is begun."""
-        return space_of_stale(self.folder, path)
+        """Return how much space partial files of dead writers take, which is free again when the target is begun."""
+        return space_of_dead_partials(self.folder, path)
 
     def paths(self, target_rank: int, path: Path) -> tuple[Path, ...]:
         """Return the longest paths that are made for a target. They are used only to check the limits of names."""

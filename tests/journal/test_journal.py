@@ -29,7 +29,7 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal import target_journal
 from reshard_mpi.journal.provenance import TargetInputs
-from reshard_mpi.journal.publication import Publication, remove_stale_records
+from reshard_mpi.journal.publication import Publication, remove_dead_records
 from reshard_mpi.journal.record_files import STATE
 from reshard_mpi.journal.run_records import RunIdentity, keep_strategy, strategy_of_run
 from reshard_mpi.journal.target_folders import Unrecorded
@@ -450,7 +450,7 @@ def test_a_target_is_complete_from_the_instant_on_in_which_it_has_its_name(tmp_p
         assert (record is None) == (count == 1)
         assert record is None or (record.head.announced is None) == (count == 4)
     with Folder.open(state) as folder:
-        remove_stale_records(folder)
+        remove_dead_records(folder)
     assert {path.name for path in state.iterdir()} == {
         "commit.lock",
         "rank_0.json",
@@ -647,7 +647,7 @@ def test_one_at_a_time_names_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with (tmp_path / ".reshard_mpi" / "run.lock").open() as other, pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    monkeypatch.setattr(target_journal, "remove_stale", look)
+    monkeypatch.setattr(target_journal, "remove_dead_partials", look)
     journal(tmp_path).begin()
     assert looked == [tmp_path / ".reshard_mpi" / "run.json"]
 
