@@ -284,7 +284,7 @@ class TargetPlans:
     def own_bytes(self) -> int:
         """About how many bytes of targets this process is to write, alone and with others."""
         alone = sum(self._written_bytes.get(rank, 0) for rank in self.own.whole)
-        return alone + sum(share.bytes_of(self._written_bytes.get(share.target, 0)) for share in self.own.shares)
+        return alone + sum(each.bytes_of(self._written_bytes.get(each.target, 0)) for each in self.own.slices)
 
     def read_bytes(self) -> dict[int, int]:
         """Return the source ranks that this process's targets are taken from, each with the size of its files."""

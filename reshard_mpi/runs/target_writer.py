@@ -55,8 +55,8 @@ def _not_as_meant(path: str, got: str) -> TransformError:
     )
 
 
-class ShareReport(NamedTuple):
-    """One process's share of a target that has been filled, or read back and compared with its sources."""
+class SliceReport(NamedTuple):
+    """One process's slice of a target that has been filled, or read back and compared with its sources."""
 
     rank: int
     waited_seconds: float
@@ -157,7 +157,7 @@ class Writer:
             filled = filled._replace(store_copied_bytes=publication.store_copied_bytes)
         return self.outcome_of(plan, begin, waited_seconds, [filled], together)
 
-    def fill_span(self, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span) -> ShareReport:
+    def fill_span(self, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span) -> SliceReport:
         """Fill a span of a file that other processes fill too."""
         with self._reading() as reading:
             if reading is not None:
@@ -172,7 +172,7 @@ class Writer:
         span: Span | None,
         staging: Staging | None,
         reading: SharedReading | None,
-    ) -> Generator[float, None, ShareReport]:
+    ) -> Generator[float, None, SliceReport]:
         """Write payloads to a file that has been reserved; yield after each step the share that is written.
 
         Args:
@@ -195,7 +195,7 @@ class Writer:
             for spec in (plan.tensors.specs if traffic.overflows else ())
             if spec.name in traffic.overflows
         )
-        return ShareReport(plan.target_rank, 0.0, traffic.requested_bytes, 0, traffic.mapped_bytes, seconds, overflows)
+        return SliceReport(plan.target_rank, 0.0, traffic.requested_bytes, 0, traffic.mapped_bytes, seconds, overflows)
 
     def verify(
         self,
@@ -307,7 +307,7 @@ class Writer:
         plan: RankPlan,
         begin: float,
         waited_seconds: float,
-        filled: Sequence[ShareReport],
+        filled: Sequence[SliceReport],
         together: Sequence[int] = (),
     ) -> Outcome:
         """Return the outcome of a target that is complete now.
