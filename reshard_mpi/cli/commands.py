@@ -34,7 +34,7 @@ from reshard_mpi.cli.output import (
 from reshard_mpi.errors import DamageError, DifferenceError, ReshardError, UsageError, told
 from reshard_mpi.processes import comm
 from reshard_mpi.processes.host import ONE_THREAD
-from reshard_mpi.processes.leases import finish, host_state
+from reshard_mpi.processes.leases import give_back_start, host_state
 from reshard_mpi.processes.signals import (
     INTERRUPTED,
     Terminated,
@@ -96,7 +96,7 @@ def command() -> NoReturn:
         comm.end_job(os.environ, code)
         if "mpi4py.MPI" in sys.modules:
             raise
-        finish()
+        give_back_start()
         os._exit(code)
 
 

@@ -376,7 +376,7 @@ class RunMemory:
     def forbid_starting_over(self) -> None:
         """From now on, do not start this process over: it has something to lose."""
         if self._lease is not None:
-            self._lease.stay()
+            self._lease.forbid_starting_over()
 
     def share_out(self, jobs: int, parameters: int) -> int:
         """Wait for the memory to fork workers; return how many: `jobs`, or as many as fit, but one at least.

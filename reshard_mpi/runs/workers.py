@@ -24,7 +24,7 @@ from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.processes.host import ONE_THREAD, host_name
 from reshard_mpi.processes.imports import fresh_interpreter, import_environment
-from reshard_mpi.processes.leases import finish, register_worker
+from reshard_mpi.processes.leases import give_back_start, register_worker
 from reshard_mpi.processes.signals import exit_when_terminated
 from reshard_mpi.runs.monitor import monitored
 from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport
@@ -237,7 +237,7 @@ def _send_result_of(do_work: Callable[[Channel], Outcome], channel: Channel) -> 
             result: Outcome | ReshardError = do_work(channel)
         except ReshardError as error:
             result = error
-        finish()
+        give_back_start()
         channel.send(("result", result))
 
 
