@@ -172,7 +172,7 @@ def _planned(
         notes_on_ranks += [f"{conversion.source.files.path}: {note}" for note in found.notes]
         warnings += [f"{conversion.source.files.path}: {warning}" for warning in found.warnings]
         conversion.require_none_left_behind(plans[-1], ShardShare(comm.rank, comm.size))
-        peak_bytes += memory.require_possible(plans[-1]) + (comparing_bytes(LIMITS) if plans[-1].to_compare else 0)
+        peak_bytes += memory.possible_peak_bytes(plans[-1]) + (comparing_bytes(LIMITS) if plans[-1].to_compare else 0)
     require_some(_names(conversions, plans))
     mapped = conversions[0].mapped
     if mapped is not None and comm.rank == 0:

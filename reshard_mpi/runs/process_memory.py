@@ -353,7 +353,7 @@ class RunMemory:
             raise RuntimeError("targets are planned before anything is moved")
         return self._projection
 
-    def require_possible(self, plan: RankPlan) -> int:
+    def possible_peak_bytes(self, plan: RankPlan) -> int:
         """Return the bytes needed for the target of `plan`. Raises BudgetError if they can never be had."""
         peak_bytes = self.projection.peak_bytes(plan)
         if not self._allowance().unlimited:  # for a script for other hosts it is, though this process holds a lease

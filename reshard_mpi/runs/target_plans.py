@@ -185,10 +185,10 @@ class TargetPlans:
 
     def _plan_and_check(self, rank: int, leads: bool) -> PlanReport:
         run, request, path = self.run, self.run.request, self.run.path(rank)
-        if self.journal.require_free_or_done(rank, path):
+        if self.journal.is_done(rank, path):
             return PlanReport(self._skipped(rank) if leads else Outcome())
         plan = run.conversion.plan(rank, checked=leads)
-        peak_bytes = self._memory.require_possible(plan)
+        peak_bytes = self._memory.possible_peak_bytes(plan)
         inputs = TargetInputs.of(plan, run.conversion.source.files.sources(plan.read_ranks), self._choice)
         if self._earlier_target is not None:
             self._earlier_target.require_same_state(rank, inputs.sources)

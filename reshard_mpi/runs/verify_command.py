@@ -98,7 +98,7 @@ class _ComparedCheckpoints(NamedTuple):
                 where=target.files.path,
                 remedy="run the transform that made the others once more, with --resume",
             )
-        peak_bytes = memory.require_possible(plan)
+        peak_bytes = memory.possible_peak_bytes(plan)
         while not memory.reserve_peak(peak_bytes, purpose):
             plan = conversion.plan(rank, checked=False)
         shard = target.manifest(rank)

@@ -160,7 +160,7 @@ def open_audited(
     conversion.require_none_left_behind(plan, ShardShare(comm.rank, comm.size))
     differing = conversion.with_facts_read(plan).differing if comm.rank == 0 else ()
     found = difference_messages((*drift.unlisted, *differing), files.path)
-    peak_bytes = memory.require_possible(plan) + (comparing_bytes(LIMITS) if plan.to_compare else 0)
+    peak_bytes = memory.possible_peak_bytes(plan) + (comparing_bytes(LIMITS) if plan.to_compare else 0)
     peak_bytes += _NUMPY_BYTES + _BUFFER_BYTES + _CONTENT_BYTES * len(plan.tensors)
     while not memory.reserve_peak(peak_bytes, purpose):
         plan = conversion.plan(0, checked=False)
