@@ -266,7 +266,7 @@ T = TypeVar("T")
 EXPECTED = (ReshardError, OSError, MemoryError)
 
 
-def record_of(kind: Callable[[Outcome], T], value: T | Outcome) -> T:
+def report_of(kind: Callable[[Outcome], T], value: T | Outcome) -> T:
     """Return `value` as a record of `kind`; an outcome, of a process that failed or died, as a record of that alone."""
     return kind(value) if isinstance(value, Outcome) else value
 

@@ -35,7 +35,7 @@ from reshard_mpi.runs.check_places import (
     stranger_notes,
 )
 from reshard_mpi.runs.open_run import Run, open_run
-from reshard_mpi.runs.outcome import Outcome, TargetReport, attempt, merge, record_of
+from reshard_mpi.runs.outcome import Outcome, TargetReport, attempt, merge, report_of
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.process_memory import MAX_KEPT_PLANS, MAX_KEPT_PLANS_BYTES, RunMemory
 from reshard_mpi.runs.progress import Progress, ProgressStage
@@ -178,7 +178,7 @@ class TargetPlans:
         beside = self._strangers()
         notes = (*self._memory.governor().notes, *self.run.target_notes, *beside)
         begun = PlanReport(Outcome.begun(self.run.conversion, notes), self._choice)
-        joined = begun.joined(record_of(PlanReport, report) for report in planned)
+        joined = begun.joined(report_of(PlanReport, report) for report in planned)
         led = sum(rank in self.inputs for rank in self.own.leads)
         due = Totals(self.led_bytes, led, ready=len(joined.outcome.targets))
         self.report = joined._replace(space_needs=space, due=due)

@@ -36,7 +36,7 @@ from reshard_mpi.planning.source_flaws import UnusableShard, difference_messages
 from reshard_mpi.planning.strategy_check import NO_DRIFT, Drift, drift_warning, require_no_drift
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.check_places import require_room
-from reshard_mpi.runs.outcome import Outcome, attempt, raise_first_failure, record_of, together
+from reshard_mpi.runs.outcome import Outcome, attempt, raise_first_failure, report_of, together
 from reshard_mpi.runs.plan_conversion import Conversion
 from reshard_mpi.runs.process_memory import RunMemory, Workload
 from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, ProgressStage, SliceCounter
@@ -129,7 +129,7 @@ def _plan(make: Callable[[], TargetPlans], comm: Comm) -> tuple[TargetPlans, Pla
     """Plan the targets of all processes, and check that the plans agree (step 1)."""
     plans = attempt(make, comm)
     gathered = comm.allgather(plans if isinstance(plans, Outcome) else plans.report)
-    reports = [record_of(PlanReport, report) for report in gathered]
+    reports = [report_of(PlanReport, report) for report in gathered]
     raise_first_failure([report.outcome for report in reports], comm)
     assert not isinstance(plans, Outcome)
     require_room(report.space_needs for report in reports)

@@ -20,7 +20,7 @@ from reshard_mpi.journal.publication import Publication, opened_partial
 from reshard_mpi.journal.target_records import joined_sums
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.outcome import Failure, Outcome, merge, record_of
+from reshard_mpi.runs.outcome import Failure, Outcome, merge, report_of
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.scheduling import TargetSlice
@@ -122,7 +122,7 @@ class SharedTargets:
 
         shared = {each.target for each in self._plans.own.slices}
         ranks = [rank for rank in self._plans.own.leads if rank in shared and rank in self._plans.inputs]
-        return FillReport().joined(record_of(FillReport, self._writer.attempt(rank, reserve_one)) for rank in ranks)
+        return FillReport().joined(report_of(FillReport, self._writer.attempt(rank, reserve_one)) for rank in ranks)
 
     def fill(self, reservations: Mapping[int, Reserved]) -> FillReport:
         """Fill this process's slices of the targets that have been reserved."""
@@ -185,7 +185,7 @@ class SharedTargets:
 
         there = (each for each in slices if each.target in reservations)
         return FillReport().joined(
-            record_of(FillReport, self._writer.attempt(each.target, partial(do_one, each))) for each in there
+            report_of(FillReport, self._writer.attempt(each.target, partial(do_one, each))) for each in there
         )
 
     def _opened(self, rank: int, reserved: Reserved) -> AbstractContextManager[int]:
@@ -244,7 +244,7 @@ class SharedTargets:
 
 def _gathered(comm: Comm, part: FillReport) -> list[FillReport]:
     """Return the parts of all processes, in their order. part: this process's."""
-    return [record_of(FillReport, value) for value in comm.allgather(part)]
+    return [report_of(FillReport, value) for value in comm.allgather(part)]
 
 
 def _require_planned_alike(plan: RankPlan, manifest: Manifest, source: str) -> None:
