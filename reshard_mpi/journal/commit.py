@@ -93,7 +93,7 @@ class EarlierTarget(NamedTuple):
 
         Committing would refuse it; this is before anything is written, and only as far as one target tells.
         """
-        earlier = self.record.evidence.sources, self.written_ns
+        earlier = self.record.inputs.sources, self.written_ns
         require_one_state({self.record.rank: earlier, target_rank: (sources, MAX_NS)}, _ANEW)  # to be written later
 
 
@@ -333,19 +333,19 @@ def _require_alike(folder: Path, identity: RunIdentity, records: Sequence[Target
     that do not belong together.
     """
     try:
-        require_one_checkpoint(moment for record in records for moment in record.evidence.shared_facts)
+        require_one_checkpoint(moment for record in records for moment in record.inputs.shared_facts)
     except DisagreementError as error:
         error.remedy += f", and {_ANEW}"
         raise
     if is_committed:
-        require_same_sources({record.rank: record.evidence.sources for record in records}, _ANEW)
+        require_same_sources({record.rank: record.inputs.sources for record in records}, _ANEW)
     else:
         files = ((record, folder / record.file) for record in records)
-        targets = {record.rank: (record.evidence.sources, record.written_ns(path)) for record, path in files}
+        targets = {record.rank: (record.inputs.sources, record.written_ns(path)) for record, path in files}
         require_one_state(targets, _ANEW)
-    for stage in differing_stages(record.evidence.held for record in records):
-        of_stage = [record for record in records if record.evidence.held.stage == stage]
-        differing = list({record.evidence.held.digest: record for record in reversed(of_stage)}.values())
+    for stage in differing_stages(record.inputs.held for record in records):
+        of_stage = [record for record in records if record.inputs.held.stage == stage]
+        differing = list({record.inputs.held.digest: record for record in reversed(of_stage)}.values())
         locate = formats.by_name(identity.format).locate
         names = {record.rank: locate(str(folder / record.file)).tensors for record in differing}
         require_same_names(names, identity.facts["source"])
@@ -360,7 +360,7 @@ def _require_alike(folder: Path, identity: RunIdentity, records: Sequence[Target
 
 def _told(identity: RunIdentity, records: Sequence[TargetRecord], already_told: Collection[str]) -> Differences:
     """Return messages on tensors that differ between targets, which are not in `already_told`."""
-    unlike = between_targets(start for record in records for start in record.evidence.prefix_digests)
+    unlike = between_targets(start for record in records for start in record.inputs.prefix_digests)
     strict = identity.facts.get("strict") is True
     return difference_messages(without(unlike, already_told), identity.facts["source"], strict=strict)
 
@@ -410,14 +410,14 @@ def _as_text(
         head["index"] = index_digests[last]
         if len(index_digests) > 1:
             head["before_index"] = {name: digest for name, digest in index_digests.items() if name != last}
-    files = {file.path: file.size_bytes for record in records for file in record.evidence.sources.files}
+    files = {file.path: file.size_bytes for record in records for file in record.inputs.sources.files}
     sources = ({"file": path, "size_bytes": files[path]} for path in sorted(files, key=natural_key))
     targets = (
         {
             "rank": record.rank,
             "file": record.file,
             "size_bytes": record.head.size_bytes,
-            "read_ranks": record.evidence.read_ranks,
+            "read_ranks": record.inputs.read_ranks,
             **({"besides": record.besides} if record.besides and not record.sums else {}),
         }
         for record in records

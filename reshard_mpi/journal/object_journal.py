@@ -278,12 +278,12 @@ class ObjectJournal(Journal):
 
     @contextlib.contextmanager
     def writing(
-        self, target_rank: int, path: Path, evidence: TargetInputs, say: Say = lambda _: None
+        self, target_rank: int, path: Path, inputs: TargetInputs, say: Say = lambda _: None
     ) -> Iterator[ObjectPublication]:
         """Yield the target to write and publish; if it is not published, nothing of it stays.
 
         Args:
-            evidence: for its record.
+            inputs: for its record.
 
         Raises TargetError if another run has begun since.
         """
@@ -299,13 +299,13 @@ class ObjectJournal(Journal):
         state.remove(record_path(self._state, target_rank).name)
 
         def check() -> None:
-            evidence.require_sources_unchanged(target_rank)
+            inputs.require_sources_unchanged(target_rank)
             self._require_begun()
 
         publication = ObjectPublication(
-            partial(self._upload, place, target_rank, evidence.sources),
+            partial(self._upload, place, target_rank, inputs.sources),
             check,
-            partial(self._confirm_object, target_rank, path, evidence),
+            partial(self._confirm_object, target_rank, path, inputs),
             only_new=lambda: not was_there and not self._is_single_writer,
             is_streamed=self.is_streamed,
         )
@@ -343,7 +343,7 @@ class ObjectJournal(Journal):
         self,
         target_rank: int,
         path: Path,
-        evidence: TargetInputs,
+        inputs: TargetInputs,
         state: ObjectState,
         sample: str,
         sums: tuple[TensorSum, ...],
@@ -359,7 +359,7 @@ class ObjectJournal(Journal):
         file = path.relative_to(self.folder).as_posix()
         own = self.identity.digest, target_rank, file, state.size_bytes, state.modified_ns
         folder = ObjectFolder(self._state)
-        TargetRecord(RecordHead(*own, sample=sample, tag=state.inode), evidence, sums, besides).publish(folder)
+        TargetRecord(RecordHead(*own, sample=sample, tag=state.inode), inputs, sums, besides).publish(folder)
         folder.remove(upload_path(self._state, target_rank).name)
 
     def _require_recorded(self, target_rank: int, path: Path) -> None:

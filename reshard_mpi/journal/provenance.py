@@ -151,7 +151,7 @@ class TargetInputs(NamedTuple):
 
     @classmethod
     def of(cls, plan: RankPlan, sources: Sources, of_choice: tuple[SharedFact, ...] = ()) -> TargetInputs:
-        """Return the evidence of a planned target. of_choice: which of several checkpoints the source is."""
+        """Return the inputs of a planned target. of_choice: which of several checkpoints the source is."""
         moments = (*of_choice, *plan.shared_facts)
         return cls(plan.read_ranks, plan.held, moments, plan.prefix_digests, sources, digest_of_texts(plan.strings))
 

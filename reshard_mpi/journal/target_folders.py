@@ -140,7 +140,7 @@ class Unrecorded:
         self,
         target_rank: int,
         path: Path,
-        evidence: TargetInputs,
+        inputs: TargetInputs,
         say: Say = lambda _: None,
     ) -> Iterator[Publication]:
         """Yield the file to write and publish; if it is not published, it is removed."""
@@ -152,7 +152,7 @@ class Unrecorded:
         ):
             host = host_name(os.environ)
             remove_dead_partials(inner, path.name, host)
-            require_unchanged = evidence.require_sources_unchanged
+            require_unchanged = inputs.require_sources_unchanged
             with Publication(inner, path.name, lambda *_: require_unchanged(target_rank), host=host) as publication:
                 yield publication
 

@@ -170,7 +170,7 @@ class Journal:
         if self._resume:
             if complete and record is not None:
                 problem = f"target rank {target_rank} was made from sources that have changed since"
-                record.evidence.sources.require_unchanged(problem, _CHANGED)
+                record.inputs.sources.require_unchanged(problem, _CHANGED)
             return complete
         origin = "complete by the record of this run" if complete else "which this run was about to replace"
         raise TargetError(
@@ -240,12 +240,12 @@ class Journal:
 
     @contextlib.contextmanager
     def writing(
-        self, target_rank: int, path: Path, evidence: TargetInputs, say: Say = lambda _: None
+        self, target_rank: int, path: Path, inputs: TargetInputs, say: Say = lambda _: None
     ) -> Iterator[Publication]:
         """Hold the target's lock and yield the file to write and publish; if it is not published, it is removed.
 
         Args:
-            evidence: for its record.
+            inputs: for its record.
             say: is told who is waited for.
 
         Raises TargetError if a live process is writing the target, or another run has begun since.
@@ -268,7 +268,7 @@ class Journal:
             state.remove(record)
             remove_dead_partials(state, record)
             remove_dead_partials(inner, path.name)
-            announce = partial(self._announce, state, target_rank, path, evidence)
+            announce = partial(self._announce, state, target_rank, path, inputs)
             confirm = partial(self._confirm, state, target_rank)
             with Publication(inner, path.name, announce, confirm) as publication:
                 yield publication
@@ -288,19 +288,19 @@ class Journal:
         state: Folder,
         target_rank: int,
         path: Path,
-        evidence: TargetInputs,
+        inputs: TargetInputs,
         written: SourceFile,
         sums: Sequence[TensorSum],
         besides: str,
     ) -> None:
         """Write the record that becomes true at the moment when the file that was `written` gets its name."""
-        evidence.require_sources_unchanged(target_rank)
+        inputs.require_sources_unchanged(target_rank)
         self._require_still_own(state, target_rank, path)
         self._require_begun()
         version, file = written.version, path.relative_to(self.folder).as_posix()
         own = self.identity.digest, target_rank, file, version.size_bytes, version.modified_ns
         head = RecordHead(*own, announced=(version.inode, version.modified_ns), sample=sample_of(written))
-        TargetRecord(head, evidence, tuple(sums), besides).publish(state, synced=False)  # the next is
+        TargetRecord(head, inputs, tuple(sums), besides).publish(state, synced=False)  # the next is
 
     def _require_begun(self) -> None:
         if not self._is_begun():

@@ -201,10 +201,10 @@ def records(path: Path) -> Iterator[None]:
     yield
     sources = Sources("/src", (FileState("rank_0/a.ckpt", 99, 1),))
     moments, beginnings = (SharedFact("step", "3", "p"),), (PrefixDigest("lr", "00", 1),)
-    evidence = TargetInputs((0, 2), StageDigest(0, "0" * 8, 0), moments, beginnings, sources, digest_of_texts({}))
+    inputs = TargetInputs((0, 2), StageDigest(0, "0" * 8, 0), moments, beginnings, sources, digest_of_texts({}))
     sums = (TensorSum("w", "float32", (4, 2), (2, 0), (2, 2), 1, loose=False),)
     head = RecordHead(identity.digest, 0, "rank_0/checkpoint_0.ckpt", 77, None, (5, 6))
-    record = TargetRecord(head, evidence, sums)
+    record = TargetRecord(head, inputs, sums)
     path.write_text(record.as_text())
     yield
     target = {"rank": 0, "file": record.file, "size_bytes": 77, "read_ranks": [0]}
