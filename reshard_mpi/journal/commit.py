@@ -33,7 +33,7 @@ from reshard_mpi.journal.file_ownership import (
     require_own_index,
     withdraw_commit,
 )
-from reshard_mpi.journal.provenance import MAX_NS, Sources, require_one_state, require_same_sources
+from reshard_mpi.journal.provenance import MAX_NS, SourceStates, require_one_state, require_same_sources
 from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_dead_partials, remove_dead_records
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, record_path, recorded_ranks, written
 from reshard_mpi.journal.run_records import (
@@ -88,7 +88,7 @@ class EarlierTarget(NamedTuple):
                     return cls(record, record.written_ns(folder / record.file))
         return None
 
-    def require_same_state(self, target_rank: int, sources: Sources) -> None:
+    def require_same_state(self, target_rank: int, sources: SourceStates) -> None:
         """Raise DisagreementError if the source has changed since, and a target would be made from the new state.
 
         Committing would refuse it; this is before anything is written, and only as far as one target tells.

@@ -34,7 +34,7 @@ from reshard_mpi.filesystem.object_uploads import SentPart, Upload
 from reshard_mpi.filesystem.source_files import SourceFile, first_bytes, is_folder, is_taken
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.file_ownership import remove_earlier_run, require_own_target
-from reshard_mpi.journal.provenance import Sources, TargetInputs
+from reshard_mpi.journal.provenance import SourceStates, TargetInputs
 from reshard_mpi.journal.publication import Publication
 from reshard_mpi.journal.record_files import (
     COMMIT_RECORD,
@@ -313,7 +313,12 @@ class ObjectJournal(Journal):
             yield publication
 
     def _upload(
-        self, place: ObjectPlace, target_rank: int, sources: Sources, planned: Sequence[PlannedPart], structure: str
+        self,
+        place: ObjectPlace,
+        target_rank: int,
+        sources: SourceStates,
+        planned: Sequence[PlannedPart],
+        structure: str,
     ) -> tuple[Upload, Sequence[SentPart]]:
         """Go on with the upload of a target that a process of this run has left, or begin one; abort all others.
 

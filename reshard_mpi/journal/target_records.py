@@ -21,7 +21,7 @@ from reshard_mpi.filesystem.paths import is_object_path, rank_of_folder
 from reshard_mpi.filesystem.source_files import SourceFile, open_file, version_of
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.journal import record_files
-from reshard_mpi.journal.provenance import MAX_NS, Sources, TargetInputs
+from reshard_mpi.journal.provenance import MAX_NS, SourceStates, TargetInputs
 from reshard_mpi.journal.publication import publish_text
 from reshard_mpi.journal.record_files import COMMIT_RECORD, DAMAGE, opened_record, read_json, record_path, written
 from reshard_mpi.planning.rank_plan import SharedFact, StageDigest
@@ -252,7 +252,7 @@ class TargetRecord(NamedTuple):
                 )
                 for start in record_files.each(facts["beginnings"], record_files.table)
             ),
-            Sources.of(facts["sources"]),
+            SourceStates.of(facts["sources"]),
             record_files.digest(facts["texts"]),
         )
         sums = record_files.each(facts["sums"], TensorSum.of)

@@ -267,7 +267,7 @@ EXPECTED = (ReshardError, OSError, MemoryError)
 
 
 def report_of(kind: Callable[[Outcome], T], value: T | Outcome) -> T:
-    """Return `value` as a record of `kind`; an outcome, of a process that failed or died, as a record of that alone."""
+    """Return `value` as a report of `kind`; an outcome, of a process that failed or died, as a report of that alone."""
     return kind(value) if isinstance(value, Outcome) else value
 
 
