@@ -85,9 +85,9 @@ class MappedCheckpoint(SourceCheckpoint):
         return self.original.source.lost(rank)
 
     @property
-    def extent(self) -> ShardStats:
+    def stats(self) -> ShardStats:
         """The sizes of shards and of the map's result; boxes of equations count as tensors, which are as large."""
-        own, outcome = self.original.source.extent, self._made
+        own, outcome = self.original.source.stats, self._made
         if outcome is None:
             return own
         first, *others = (step.mapped.made for step in outcome.steps)

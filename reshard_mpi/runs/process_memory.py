@@ -129,7 +129,7 @@ class Projection(NamedTuple):
         conversion, target_format, targets, verify, also_read, is_streamed = work
         source, target = conversion.planned_source, conversion.target
         source_form, target_form = formats.info(source.files.format), formats.info(target_format)
-        per_shard, has_numpy = source.extent.tensors, not source.extent.is_as_stored
+        per_shard, has_numpy = source.stats.tensors, not source.stats.is_as_stored
         known_bytes = _known_bytes(per_shard, source)
         # Plans keep the names in their shards. If all shards have the same names, these are kept anyway.
         plan_bytes = _KEPT_PLAN_BYTES + (KEPT_TENSOR_BYTES if source.strategy.stages > 1 else 0)
@@ -138,21 +138,21 @@ class Projection(NamedTuple):
         base_bytes = INTERPRETER_BYTES + _loaded_bytes() + (_NUMPY_BYTES if has_numpy else 0)
         base_bytes += parameters * _PARAMETER_BYTES
         base_bytes += per_shard * _MAPPED_BYTES if conversion.mapped is not None else 0
-        base_bytes += source.extent.pieces * _LISTED_PIECE_BYTES
-        base_bytes += known_bytes + kept_bytes + per_shard * _PLANNED_SHARD_BYTES + source.extent.kinds * _KIND_BYTES
-        if not source.extent.is_native:
+        base_bytes += source.stats.pieces * _LISTED_PIECE_BYTES
+        base_bytes += known_bytes + kept_bytes + per_shard * _PLANNED_SHARD_BYTES + source.stats.kinds * _KIND_BYTES
+        if not source.stats.is_native:
             base_bytes += _child_bytes(source_form, per_shard)
-        planning_bytes = base_bytes + max(per_shard * source_form.read_tensor_bytes, source.extent.decoding_bytes)
+        planning_bytes = base_bytes + max(per_shard * source_form.read_tensor_bytes, source.stats.decoding_bytes)
         if also_read is not None:
-            extent = also_read.extent
-            base_bytes += _known_bytes(extent.tensors, also_read)
-            if not extent.is_native:
-                base_bytes += _child_bytes(target_form, extent.tensors)
-                if not source.extent.is_native:
+            stats = also_read.stats
+            base_bytes += _known_bytes(stats.tensors, also_read)
+            if not stats.is_native:
+                base_bytes += _child_bytes(target_form, stats.tensors)
+                if not source.stats.is_native:
                     base_bytes -= min(source_form.child_bytes, target_form.child_bytes)  # one child reads both
-            if not extent.is_as_stored and not has_numpy:
+            if not stats.is_as_stored and not has_numpy:
                 base_bytes, has_numpy = base_bytes + _NUMPY_BYTES, True
-            return cls(planning_bytes, base_bytes, _SUM_BYTES, True, has_numpy, extent.decoding_bytes, writes=False)
+            return cls(planning_bytes, base_bytes, _SUM_BYTES, True, has_numpy, stats.decoding_bytes, writes=False)
         if target_form.needs_numpy:
             base_bytes += 0 if has_numpy else _NUMPY_BYTES
             has_numpy = True

@@ -90,7 +90,7 @@ def _figures(request: Request, asked: Asked, memory: RunMemory, progress: Progre
     memory.reserve_peak(memory.projection.planning_bytes + asked.drawing_bytes, f"a picture of {request.target}")
     conversion = run.conversion
     targets = conversion.target.world_size
-    most = most_planned(conversion.planned_source.extent.tensors)
+    most = most_planned(conversion.planned_source.stats.tensors)
     planned = run.targets if request.rank is not None else sampled_targets(targets, most)
     collected = _Collected(conversion, _DrawnSources.of(conversion), asked)
     feeds: list[Feed] = []
