@@ -62,9 +62,9 @@ def begin(arguments: Sequence[str]) -> None:
     again = os.environ.pop(_AGAIN, "")
     if not arguments or arguments[0] not in _COMMANDS or {"-h", "--help"} & set(arguments):
         return
-    memory, most_held = _option(arguments, "--memory"), _option(arguments, "--max-active")
+    memory, max_active = _option(arguments, "--memory"), _option(arguments, "--max-active")
     try:
-        allowance = Allowance.of(memory, int(most_held) if most_held else None, os.environ)
+        allowance = Allowance.of(memory, int(max_active) if max_active else None, os.environ)
         governor = open_governor(allowance, os.environ)
     except (ReshardError, ValueError):
         return
