@@ -63,7 +63,7 @@ class Run(NamedTuple):
             notes.append(f"{target} is a folder, in which the targets are written: {self.path(self.targets[0])}")
         return tuple(notes)
 
-    def journal(self) -> Journal | Unrecorded:
+    def make_journal(self) -> Journal | Unrecorded:
         """Return the journal, which keeps the state of this run in the target folder."""
         request = self.request
         if not request.recorded:

@@ -119,7 +119,7 @@ class TargetPlans:
 
     def __init__(self, run: Run, comm: Comm, memory: RunMemory, on_planned: OnPlanned) -> None:
         self.run = run
-        self.journal = run.journal()
+        self.journal = run.make_journal()
         for rank in run.targets[-1:]:  # the one with the longest number
             require_short_names(self.journal.paths(rank, run.path(rank)))
         self.journal.check()
@@ -286,7 +286,7 @@ class TargetPlans:
         alone = sum(self._written_bytes.get(rank, 0) for rank in self.own.whole)
         return alone + sum(each.bytes_of(self._written_bytes.get(each.target, 0)) for each in self.own.slices)
 
-    def read_bytes(self) -> dict[int, int]:
+    def size_by_read_rank(self) -> dict[int, int]:
         """Return the source ranks that this process's targets are taken from, each with the size of its files."""
         files = self.run.conversion.source.files
         ranks = {rank for inputs in self.inputs.values() for rank in inputs.read_ranks}

@@ -114,7 +114,7 @@ def checked_plans(
         require_one_checkpoint(chosen)  # in the second round another checkpoint may be the newest
         if not plans.run.request.verify:
             return plans, planned
-        sizes = {rank: size for share in together(comm, plans.read_bytes) for rank, size in share.items()}
+        sizes = {rank: size for share in together(comm, plans.size_by_read_rank) for rank, size in share.items()}
         to_read = set[int]().union(*together(comm, plans.unrecorded_ranks))
         to_check = {rank: sizes[rank] for rank in sorted(sizes.keys() - checked)}
         shares = together(comm, partial(_check_sources, plans, to_check, to_read, comm, memory, progress))
