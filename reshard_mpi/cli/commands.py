@@ -313,8 +313,8 @@ def _audit(options: argparse.Namespace) -> int:
             if options.json:
                 show(json.dumps(report.as_json(), indent=1))
             else:
-                told = [*report.as_lines(is_all=options.verbose), *([] if options.quiet else [report.summary()])]
-                for line in told:
+                summary = [] if options.quiet else [report.summary()]
+                for line in (*report.as_lines(is_all=options.verbose), *summary):
                     show(line)
             if options.plot is not None:
                 from reshard_mpi.pictures.pages import Mark, norms_page

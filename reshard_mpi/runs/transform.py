@@ -134,29 +134,29 @@ def _plan(make: Callable[[], TargetPlans], comm: Comm) -> tuple[TargetPlans, Pla
     assert not isinstance(plans, Outcome)
     require_room(report.space_needs for report in reports)
 
-    def placed(stage: int) -> dict[int, dict[str, str]]:
+    def placed_in(stage: int) -> dict[int, dict[str, str]]:
         shares = together(comm, partial(plans.placed, stage))
-        return {rank: placed for share in shares for rank, placed in share.items()}
+        return {rank: tensors for share in shares for rank, tensors in share.items()}
 
-    return plans, _agreeing(reports, placed, plans.run.request.source, plans.run.request.accumulated)
+    return plans, _agreeing(reports, placed_in, plans.run.request.source, plans.run.request.accumulated)
 
 
 def _agreeing(
     reports: Sequence[PlanReport],
-    placed: Callable[[int], Mapping[int, Mapping[str, str]]],
+    placed_in: Callable[[int], Mapping[int, Mapping[str, str]]],
     source: str,
     accumulated: Accumulated,
 ) -> PlanReport:
     """Join the processes' reports, if these agree in all shared facts.
 
     Args:
-        placed: returns what strategies place on the target ranks of a stage.
+        placed_in: returns what strategies place on the target ranks of a stage.
 
     Raises a ReshardError if the run is refused.
     """
     require_one_checkpoint(fact for report in reports for fact in report.shared_facts)
     for stage in differing_stages(held for report in reports for held in report.held):
-        of_stage = placed(stage)
+        of_stage = placed_in(stage)
         require_same_names(of_stage, source)
         require_same_shapes(of_stage, source)
     joined = PlanReport().joined(reports)
@@ -364,11 +364,11 @@ def plan_alone(
     plans = [conversion.plan(rank) for rank in targets]
     path = conversion.source.files.path
 
-    def placed(stage: int) -> dict[int, dict[str, str]]:
+    def placed_in(stage: int) -> dict[int, dict[str, str]]:
         return {plan.target_rank: plan.placed for plan in plans if plan.stage == stage}
 
     begun = PlanReport(Outcome.begun(conversion, notes))
-    planned = _agreeing([begun, *map(PlanReport.of, plans)], placed, path, conversion.policy.accumulated)
+    planned = _agreeing([begun, *map(PlanReport.of, plans)], placed_in, path, conversion.policy.accumulated)
     lost = compare(conversion.source, partition_for(planned.to_compare, 0, 1), conversion.limits, lambda _: None)
     conversion.require_one_of_stages(planned.all_differing)
     compared = ComparisonReport(lost, conversion.drifted_tensors())
