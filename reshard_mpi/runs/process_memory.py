@@ -21,7 +21,7 @@ from reshard_mpi.planning.rank_plan import Group, RankPlan, TensorPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor import Allowance, Governor
 from reshard_mpi.processes.leases import MPI_BYTES, WORKER_BYTES, ProcessLease
-from reshard_mpi.runs.plan_conversion import LIMITS, Conversion
+from reshard_mpi.runs.planner import LIMITS, Planner
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import KIB, MIB
@@ -102,7 +102,7 @@ def checking_bytes(source_format: str, summing: Summing) -> int:
 class Workload(NamedTuple):
     """What one process plans, and then writes or compares."""
 
-    conversion: Conversion  # with at least one shard read
+    planner: Planner  # with at least one shard read
     target_format: str
     targets: int = 1  # the most that are planned
     verify: bool = False  # whether targets are compared with their sources afterwards
@@ -126,8 +126,8 @@ class Projection(NamedTuple):
     @classmethod
     def of(cls, work: Workload) -> Projection:
         """Return the projection of a process's work."""
-        conversion, target_format, targets, verify, also_read, is_streamed = work
-        source, target = conversion.planned_source, conversion.target
+        planner, target_format, targets, verify, also_read, is_streamed = work
+        source, target = planner.planned_source, planner.target
         source_form, target_form = formats.info(source.files.format), formats.info(target_format)
         per_shard, has_numpy = source.stats.tensors, not source.stats.is_as_stored
         known_bytes = _known_bytes(per_shard, source)
@@ -137,7 +137,7 @@ class Projection(NamedTuple):
         parameters = max(len(source.strategy.parameters), len(target.parameters))
         base_bytes = INTERPRETER_BYTES + _loaded_bytes() + (_NUMPY_BYTES if has_numpy else 0)
         base_bytes += parameters * _PARAMETER_BYTES
-        base_bytes += per_shard * _MAPPED_BYTES if conversion.mapped is not None else 0
+        base_bytes += per_shard * _MAPPED_BYTES if planner.mapped is not None else 0
         base_bytes += source.stats.pieces * _LISTED_PIECE_BYTES
         base_bytes += known_bytes + kept_bytes + per_shard * _PLANNED_SHARD_BYTES + source.stats.kinds * _KIND_BYTES
         if not source.stats.is_native:
@@ -337,13 +337,13 @@ class RunMemory:
 
     def reserve_for_planning(self, work: Workload, purpose: str) -> Projection:
         """Wait for the memory to read the shards of a conversion and to plan its targets; return the projection."""
-        conversion = work.conversion
-        if conversion.mapped is not None:  # what the map makes tells how much memory planning takes
+        planner = work.planner
+        if planner.mapped is not None:  # what the map makes tells how much memory planning takes
             self.reserve_peak(Projection.of(work).planning_bytes, purpose)
-            conversion.mapped.manifest(0)
+            planner.mapped.manifest(0)
         self._projection = Projection.of(work)
         self.reserve_peak(self._projection.planning_bytes, purpose)
-        conversion.before_gathering = partial(self.reserve_peak, self._projection.gathering_bytes, purpose)
+        planner.before_gathering = partial(self.reserve_peak, self._projection.gathering_bytes, purpose)
         return self._projection
 
     @property

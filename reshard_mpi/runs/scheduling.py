@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import DisagreementError, LayoutError
 from reshard_mpi.planning.source_tensors import SourceTensors
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.strategy import Strategy, find_or_follow
 
@@ -67,13 +67,13 @@ def _has_uneven_slices(target: Strategy) -> bool:
     return any(placement.is_uneven for placement in chain.from_iterable(target.parameters.values()))
 
 
-def target_weights(conversion: Conversion, targets: Sequence[int]) -> dict[int, int]:
+def target_weights(planner: Planner, targets: Sequence[int]) -> dict[int, int]:
     """Return the relative sizes of the shards of `targets`: in bytes, or 1 each if all are equal."""
-    target = conversion.target
+    target = planner.target
     if are_even(target):
         return dict.fromkeys(targets, 1)
     uneven = _has_uneven_slices(target)
-    of_stage = _itemsizes_by_stage(conversion)
+    of_stage = _itemsizes_by_stage(planner)
     weights: dict[int, int] = {}
     by_stage: dict[int, int] = {}
     for rank in targets:
@@ -85,20 +85,20 @@ def target_weights(conversion: Conversion, targets: Sequence[int]) -> dict[int, 
     return weights
 
 
-def _itemsizes_by_stage(conversion: Conversion) -> dict[int, dict[Layout, int]]:
+def _itemsizes_by_stage(planner: Planner) -> dict[int, dict[Layout, int]]:
     """Return, for each target stage, its layouts, each with the sum of the element sizes of the tensors it is of.
 
     The first shard of each stage of the source tells which tensors there are. A tensor that does not fit its
     strategy is left out; planning raises an error that names it.
     """
-    source = conversion.planned_source
+    source = planner.planned_source
     first = {rank: source.manifest(rank) for rank in source.stage_ranks().values()}
     tensors = SourceTensors(source.strategy, first)
     itemsizes: dict[Layout, int] = {}
     for name in tensors.names:
         with contextlib.suppress(LayoutError, DisagreementError):
             group = tensors.group(name)
-            for placement in find_or_follow(conversion.target, name, partial(tensors.same_shape, name)):
+            for placement in find_or_follow(planner.target, name, partial(tensors.same_shape, name)):
                 layout = tensors.layout(placement, group.shape)
                 itemsizes[layout] = itemsizes.get(layout, 0) + group.dtype.itemsize_bytes
     by_stage: dict[int, dict[Layout, int]] = {}

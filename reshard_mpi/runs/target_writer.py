@@ -101,7 +101,7 @@ class Writer:
         self._comm = comm
         self._memory = memory
         self._progress = progress
-        self._limits = plans.run.conversion.limits
+        self._limits = plans.run.planner.limits
         self._format = formats.by_name(plans.run.format)
 
     def write_alone(self) -> Outcome:

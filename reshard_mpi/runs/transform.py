@@ -37,7 +37,7 @@ from reshard_mpi.planning.strategy_check import NO_DRIFT, Drift, drift_warning, 
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.check_places import require_room
 from reshard_mpi.runs.outcome import Outcome, attempt, raise_first_failure, report_of, together
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.runs.process_memory import RunMemory, Workload
 from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, ProgressStage, SliceCounter
 from reshard_mpi.runs.request import Request, Strategies
@@ -73,7 +73,7 @@ def convert(
     outcome = compare_sources(plans, planned, comm, memory, progress)
     together(comm, partial(_begin, plans, comm, memory, progress))
     if comm.rank == 0:  # not earlier, since a process alone may have started over until now
-        progress.display.reading(plans.run.conversion.source.summary_text)
+        progress.display.reading(plans.run.planner.source.summary_text)
     name, phases = ("writing and verifying", PHASES) if request.verify else ("writing", (MOVED, CLOSED))
     due = planned.due
     stage = ProgressStage(name, due.size_bytes, due.targets, ready=due.ready, phases=phases)
@@ -184,8 +184,8 @@ def _check_sources(
     """
     from reshard_mpi.runs.check_sums import damage_of
 
-    conversion = plans.run.conversion
-    source, purpose = conversion.source, f"checking {plans.run.request.source}"
+    planner = plans.run.planner
+    source, purpose = planner.source, f"checking {plans.run.request.source}"
     before_sums = partial(memory.reserve_for_checking, source.files.format, purpose)
     mine = dict(list(sizes.items())[comm.rank :: comm.size])
     all_bytes, own_bytes = (sum(of[rank] for rank in of if rank in to_read) for of in (sizes, mine))
@@ -193,7 +193,7 @@ def _check_sources(
     errors: dict[int, ReshardError] = {}
     for rank, size_bytes in mine.items():
         is_read = rank in to_read
-        error = damage_of(source, rank, size_bytes, conversion.limits, before_sums, progress, is_read=is_read)
+        error = damage_of(source, rank, size_bytes, planner.limits, before_sums, progress, is_read=is_read)
         if error is not None:
             errors[rank] = error
         progress.completed()
@@ -208,19 +208,19 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
     from reshard_mpi.runs.check_commit import changed_since_commit, committed_tensors, require_as_committed_besides
     from reshard_mpi.runs.check_sums import damage_of_indexes
 
-    source, path = plans.run.conversion.source, plans.run.request.source
+    source, path = plans.run.planner.source, plans.run.request.source
     for damage in damage_of_indexes(source.files):
         raise damage
     commit = plans.run.source_commit
     if commit is None:
         return
     require_as_committed_besides(source.files, [*commit.besides.items()][comm.rank :: comm.size])
-    needed = committed_tensors(commit, source, plans.run.conversion.needs)
+    needed = committed_tensors(commit, source, plans.run.planner.needs)
     mine = needed[comm.rank :: comm.size]
     size_bytes, own_bytes = (sum(tensor.spec.size_bytes for tensor in of) for of in (needed, mine))
     progress.begin(ProgressStage("checking sources", size_bytes), own_bytes)
     memory.reserve_peak(memory.projection.gathering_bytes, f"checking {path}")
-    for _, error in changed_since_commit(commit, mine, path, plans.run.conversion.limits, progress.moved):
+    for _, error in changed_since_commit(commit, mine, path, plans.run.planner.limits, progress.moved):
         raise error
 
 
@@ -236,7 +236,7 @@ def compare_sources(
             size_bytes, own_bytes = (sum(alike.size_bytes for alike in groups) for groups in (planned.to_compare, mine))
             progress.begin(ProgressStage("comparing copies", size_bytes), own_bytes)
         compared = together(comm, partial(_compare, plans, planned, mine, comm, memory, progress))
-    mapped = plans.run.conversion.mapped
+    mapped = plans.run.planner.mapped
     if mapped is not None and mapped.has_files and request.replicas is not Replicas.ANY:
         _compare_parts(mapped, plans, comm, memory, progress)
     return _judged(planned, compared, request.source, strict=request.strict)
@@ -252,18 +252,18 @@ def _compare(
 ) -> ComparisonReport:
     """Compare the replicas `mine`, and this process's share of a sample."""
     run, request = plans.run, plans.run.request
-    conversion, purpose = run.conversion, f"copies in {request.source}"
+    planner, purpose = run.planner, f"copies in {request.source}"
     lost: tuple[UnusableShard, ...] = ()
     projection = memory.reserve_for_planning(
-        Workload(conversion, run.format, len(run.targets), request.verify, is_streamed=run.is_streamed), purpose
+        Workload(planner, run.format, len(run.targets), request.verify, is_streamed=run.is_streamed), purpose
     )
     if mine:
-        memory.reserve_peak(projection.base_bytes + comparing_bytes(conversion.limits), purpose)
+        memory.reserve_peak(projection.base_bytes + comparing_bytes(planner.limits), purpose)
         counted = SliceCounter(progress.moved, sum(alike.size_bytes for alike in mine))
-        lost = compare(conversion.source, mine, conversion.limits, counted.add)
+        lost = compare(planner.source, mine, planner.limits, counted.add)
         counted.end()
-    conversion.require_one_of_stages(planned.all_differing)
-    drift = conversion.drifted_tensors(damaged_are_replaced=request.verify, process=comm.rank, processes=comm.size)
+    planner.require_one_of_stages(planned.all_differing)
+    drift = planner.drifted_tensors(damaged_are_replaced=request.verify, process=comm.rank, processes=comm.size)
     return ComparisonReport(lost, drift)
 
 
@@ -271,7 +271,7 @@ def _compare_parts(
     mapped: MappedCheckpoint, plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress
 ) -> None:
     """Compare parts of tensors that the source has twice and that a format that packs writes once (step 3)."""
-    files, limits = [rank for rank in plans.own.leads if rank in plans.inputs], plans.run.conversion.limits
+    files, limits = [rank for rank in plans.own.leads if rank in plans.inputs], plans.run.planner.limits
     own_bytes = mapped.compared_bytes(files)
     size_bytes = sum(together(comm, lambda: own_bytes))
     if size_bytes:
@@ -323,7 +323,7 @@ def _commit(plans: TargetPlans, outcome: Outcome) -> Outcome:
         )
         return Outcome(notes=remarks.notes, other_warnings=remarks.warnings)
     except (CoverageError, DisagreementError) as error:
-        if len(made_ranks) == run.conversion.target.world_size or not run.request.overwrite:
+        if len(made_ranks) == run.planner.target.world_size or not run.request.overwrite:
             raise
         note = f"not committed yet, as targets that are still to be replaced may be why: {error.problem}"
         return Outcome(notes=(note,))
@@ -352,7 +352,7 @@ def _judged(planned: PlanReport, compared: Sequence[ComparisonReport], source: s
 
 
 def plan_alone(
-    conversion: Conversion, targets: Iterable[int], notes: tuple[str, ...] = ()
+    planner: Planner, targets: Iterable[int], notes: tuple[str, ...] = ()
 ) -> tuple[list[RankPlan], Outcome]:
     """Do steps 1 and 3 in one process, without a run: return the plans of targets, and an outcome with remarks on them.
 
@@ -361,15 +361,15 @@ def plan_alone(
 
     Raises a ReshardError if a run would be refused.
     """
-    plans = [conversion.plan(rank) for rank in targets]
-    path = conversion.source.files.path
+    plans = [planner.plan(rank) for rank in targets]
+    path = planner.source.files.path
 
     def placed_in(stage: int) -> dict[int, dict[str, str]]:
         return {plan.target_rank: plan.placed for plan in plans if plan.stage == stage}
 
-    begun = PlanReport(Outcome.begun(conversion, notes))
-    planned = _agreeing([begun, *map(PlanReport.of, plans)], placed_in, path, conversion.policy.accumulated)
-    lost = compare(conversion.source, partition_for(planned.to_compare, 0, 1), conversion.limits, lambda _: None)
-    conversion.require_one_of_stages(planned.all_differing)
-    compared = ComparisonReport(lost, conversion.drifted_tensors())
-    return plans, _judged(planned, [compared], path, strict=conversion.policy.strict)
+    begun = PlanReport(Outcome.begun(planner, notes))
+    planned = _agreeing([begun, *map(PlanReport.of, plans)], placed_in, path, planner.policy.accumulated)
+    lost = compare(planner.source, partition_for(planned.to_compare, 0, 1), planner.limits, lambda _: None)
+    planner.require_one_of_stages(planned.all_differing)
+    compared = ComparisonReport(lost, planner.drifted_tensors())
+    return plans, _judged(planned, [compared], path, strict=planner.policy.strict)

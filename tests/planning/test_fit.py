@@ -30,7 +30,7 @@ from reshard_mpi.formats.locations import ByteRange, LibraryRead
 from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.comparison_choice import MAX_PAIRS, PLACE_ELEMENTS, places, rank_pairs
 from reshard_mpi.planning.strategy_check import Drift
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.sharding import strategy_files
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Placement
@@ -758,7 +758,7 @@ def test_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     c = Checkpoint(tmp_path, spec, whole)
     c.arguments(spec)
     source = open_source(find_shards(str(c.src)), strategy_files.load(str(tmp_path / "src.toml")))
-    conversion = Conversion(source, unsharded())
+    conversion = Planner(source, unsharded())
     assert conversion.drifted_tensors() == Drift()
     assert 0 < sum(part.length_bytes for part in read) <= 300 * 1024
     alone = {*read}
@@ -792,7 +792,7 @@ def test_little_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(compare_samples, "excerpt", counting)
     source = open_source(find_shards(str(tmp_path / "src")), strategy_files.load(str(tmp_path / "src.toml")))
-    assert Conversion(source, unsharded()).drifted_tensors() == Drift()
+    assert Planner(source, unsharded()).drifted_tensors() == Drift()
     assert {name[0] for _, name in decoded} == {"w", "x"}
     assert len(decoded) == len({*decoded}) <= 4 * 4  # of each shard a few, and each in one place
 

@@ -1,4 +1,4 @@
-"""Plan target ranks from one source, mapped if asked (`Conversion`), and warn of optimizer state that stays whole."""
+"""Plan target ranks from one source, mapped if asked (`Planner`), and warn of optimizer state that stays whole."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ LIMITS = Limits(buffer_bytes=2 * MIB, window_bytes=16 * MIB)
 _MAX_LOOKED_INTO = 64
 
 
-class Conversion:
+class Planner:
     """Plans target ranks and checks the source before anything is written.
 
     Args:
@@ -98,9 +98,9 @@ class Conversion:
         self._placed: Strategy | None = None
         self.source.list_rule_names()
 
-    def changed(self, **values: Any) -> Conversion:
-        """Return the same conversion with other values of its attributes."""
-        other = object.__new__(Conversion)
+    def changed(self, **values: Any) -> Planner:
+        """Return the same planner with other values of its attributes."""
+        other = object.__new__(Planner)
         vars(other).update(vars(self), **values)
         other._reset()
         return other
@@ -312,8 +312,8 @@ class Conversion:
         """Tell whether the targets have a tensor. present: the names of all tensors of the checkpoint."""
         return self.policy.unlisted is not Unlisted.DROP or not is_dropped(self.placed_target, name, present)
 
-    def without(self, damage: Mapping[int, ReshardError]) -> Conversion:
-        """Return the same conversion without source shards that are known to be damaged."""
+    def without(self, damage: Mapping[int, ReshardError]) -> Planner:
+        """Return the same planner without source shards that are known to be damaged."""
         source = open_source(self.source.files, self.source.plain_strategy, damage)
         mapped = None if self.mapped is None else self.mapped.of(source)
         return self.changed(source=source, mapped=mapped)
