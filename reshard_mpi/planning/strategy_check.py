@@ -329,7 +329,7 @@ def unconfirmed_rules(strategy: Strategy) -> Iterator[str]:
     order of several axes that cut a tensor.
     """
     cutting = [(glob, placement) for glob, placement in strategy.rules if strategy.is_spec and placement.is_cut]
-    alone = [glob for glob, placement in cutting if placement.copies == len(placement.stages)]
+    alone = [glob for glob, placement in cutting if placement.replicas == len(placement.stages)]
     if alone:
         yield (
             f"no two ranks hold the same of what {_quoted(alone)} {'matches' if len(alone) == 1 else 'match'}, so the"

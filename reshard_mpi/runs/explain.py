@@ -58,9 +58,7 @@ def origin_of(planner: Planner, name: str) -> TensorLineage:
 
 def source_groups(planner: Planner, target_rank: int, names: tuple[str, ...]) -> Mapping[str, SourceGroup]:
     """Return how the source holds the tensors that are read for a target."""
-    both = (
-        planner.held(target_rank, names) if planner.mapped is None else planner.mapped.original.held(0, names)
-    )
+    both = planner.held(target_rank, names) if planner.mapped is None else planner.mapped.original.held(0, names)
     return {name: held.group for name, held in both.items()}
 
 
@@ -238,7 +236,7 @@ def _layout_lines(layout: Layout, strategy: Strategy) -> Iterator[str]:
     if strategy.stages > 1:
         stages = f" of stage{'s' if len(placement.stages) > 1 else ''} {number_ranges(placement.stages)}"
     if not placement.is_cut:
-        yield f"not cut: whole on {counted(placement.copies, 'rank')}{stages}"
+        yield f"not cut: whole on {counted(placement.replicas, 'rank')}{stages}"
         return
     mesh = ", ".join(f"{_axis(axis, strategy)}={length}" for axis, length in enumerate(placement.mesh))
     sizes = dict(placement.sizes)
@@ -252,7 +250,7 @@ def _layout_lines(layout: Layout, strategy: Strategy) -> Iterator[str]:
         of_each = "each of these is cut along dimension 0" if is_cut_before else "dimension 0 is cut"
         yield f"{of_each} into {placement.optimizer} by the optimizer (mesh {mesh})"
     pieces = math.prod(placement.cuts(dim) for dim in range(len(layout.shape)))
-    yield f"{pieces} pieces, each on {counted(placement.copies, 'rank')}{stages}"
+    yield f"{pieces} pieces, each on {counted(placement.replicas, 'rank')}{stages}"
 
 
 def _axis(axis: int, strategy: Strategy) -> str:
