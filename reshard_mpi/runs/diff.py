@@ -161,10 +161,10 @@ def _planned(
     warnings, notes_on_ranks = list[str](), list[str]()
     for planner, other in zip(planners, reversed(sources)):
         memory.reserve_for_planning(Workload(planner, other.files.format, also_read=other), purpose)
-        drift = planner.drifted_tensors(process=comm.rank, processes=comm.size)
-        warnings += [drift_warning(drift.copies)] if drift.copies else []
+        findings = planner.sample_findings(process=comm.rank, processes=comm.size)
+        warnings += [drift_warning(findings.drifted)] if findings.drifted else []
         plans.append(planner.plan(0, checked=False))
-        of_ranks = drift.unlisted
+        of_ranks = findings.unlisted
         if comm.rank == 0:
             own = planner if planner.mapped is None else planner.mapped.original
             of_ranks += own.with_facts_read(own.plan(0, checked=False)).differing

@@ -9,7 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from reshard_mpi.checkpoints.compare_replicas import compare_checks, digests_of, numbers_counted
-from reshard_mpi.checkpoints.compare_samples import drifted_tensors, rank_of_another_stage, require_one_of_stages
+from reshard_mpi.checkpoints.compare_samples import rank_of_another_stage, require_one_of_stages, sample_findings
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.refuse_sources import require_files_meant
 from reshard_mpi.checkpoints.shard_files import SingleShard
@@ -31,8 +31,8 @@ from reshard_mpi.planning.shared_facts import (
 )
 from reshard_mpi.planning.source_flaws import Differing, PrefixDigest
 from reshard_mpi.planning.strategy_check import (
-    NO_DRIFT,
-    Drift,
+    NOTHING_FOUND,
+    SampleFindings,
     dead_rules,
     require_living_rules,
     require_same_network,
@@ -252,14 +252,14 @@ class Planner:
         """Tell whether anything is made of a tensor of the source."""
         return self.mapped is None or self.mapped.needs(name)
 
-    def drifted_tensors(
+    def sample_findings(
         self,
         *,
         damaged_are_replaced: bool = False,
         process: int = 0,
         processes: int = 1,
         needs: Callable[[str], bool] = lambda _: True,
-    ) -> Drift:
+    ) -> SampleFindings:
         """Return the tensors that differ from rank to rank, as one process's share of a sample shows.
 
         Where each rank keeps its own of what no strategy lists, that may differ.
@@ -268,21 +268,21 @@ class Planner:
             needs: tells which tensors are looked at, of those that targets have. Of one rank, and with `replicas` ANY,
                 nothing is read.
 
-        Raises what `compare_samples.drifted_tensors` raises.
+        Raises what `compare_samples.sample_findings` raises.
         """
         self.require_fitting_strategies()
         if self.mapped is not None:
-            return self.mapped.original.drifted_tensors(
+            return self.mapped.original.sample_findings(
                 damaged_are_replaced=damaged_are_replaced,
                 process=process,
                 processes=processes,
                 needs=self.mapped.needs,
             )
         if self.policy.replicas is Replicas.ANY or self.source.strategy.world_size == 1:
-            return NO_DRIFT
+            return NOTHING_FOUND
         quantization = self.source.quantization
         own = frozenset[str]() if quantization is None else quantization.shapes
-        drift = drifted_tensors(
+        findings = sample_findings(
             self.source,
             lambda name, present: name not in own and self.is_wanted(name, present) and needs(name),
             self.opener.knows,
@@ -291,7 +291,7 @@ class Planner:
             process=process,
             processes=processes,
         )
-        return drift._replace(unlisted=()) if self._keeps_each_ranks_own else drift
+        return findings._replace(unlisted=()) if self._keeps_each_ranks_own else findings
 
     def require_one_of_stages(self, differing: Iterable[Differing]) -> None:
         """Raise StrategyError if stages hold different tensors of one name (`compare_samples`).

@@ -33,7 +33,7 @@ from reshard_mpi.planning.shared_facts import (
     require_same_shapes,
 )
 from reshard_mpi.planning.source_flaws import UnusableShard, difference_messages
-from reshard_mpi.planning.strategy_check import NO_DRIFT, Drift, drift_warning, require_no_drift
+from reshard_mpi.planning.strategy_check import NOTHING_FOUND, SampleFindings, drift_warning, require_no_drift
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.check_places import require_room
 from reshard_mpi.runs.outcome import Outcome, attempt, raise_first_failure, report_of, together
@@ -52,7 +52,7 @@ class ComparisonReport(NamedTuple):
     """The result of comparing replicas in one process."""
 
     lost: tuple[UnusableShard, ...]  # source shards that could not be read
-    drift: Drift  # tensors that differ from rank to rank
+    findings: SampleFindings  # tensors that differ from rank to rank
 
 
 def convert(
@@ -263,8 +263,8 @@ def _compare(
         lost = compare(planner.source, mine, planner.limits, counted.add)
         counted.end()
     planner.require_one_of_stages(planned.all_differing)
-    drift = planner.drifted_tensors(damaged_are_replaced=request.verify, process=comm.rank, processes=comm.size)
-    return ComparisonReport(lost, drift)
+    findings = planner.sample_findings(damaged_are_replaced=request.verify, process=comm.rank, processes=comm.size)
+    return ComparisonReport(lost, findings)
 
 
 def _compare_parts(
@@ -338,22 +338,20 @@ def _commit(plans: TargetPlans, outcome: Outcome) -> Outcome:
 
 def _judged(planned: PlanReport, compared: Sequence[ComparisonReport], source: str, *, strict: bool) -> Outcome:
     """Return the outcome of planning, with messages on replicas that differ. Raises DisagreementError if `strict`."""
-    drift = reduce(Drift.joined, (report.drift for report in compared), NO_DRIFT)
+    findings = reduce(SampleFindings.joined, (report.findings for report in compared), NOTHING_FOUND)
     if strict:
-        require_no_drift(drift.copies, source)
+        require_no_drift(findings.drifted, source)
     lost = (Outcome(lost=report.lost) for report in compared)
-    drifted = Outcome(other_warnings=(drift_warning(drift.copies),) if drift.copies else ())
+    drifted = Outcome(other_warnings=(drift_warning(findings.drifted),) if findings.drifted else ())
     outcome = planned.outcome.joined([*lost, drifted])
-    differing = (*planned.all_differing, *drift.unlisted)
+    differing = (*planned.all_differing, *findings.unlisted)
     if not differing:
         return outcome
     remarks = difference_messages(differing, source, strict=strict)
     return outcome.joined([Outcome(notes=remarks.notes, other_warnings=remarks.warnings)])
 
 
-def plan_alone(
-    planner: Planner, targets: Iterable[int], notes: tuple[str, ...] = ()
-) -> tuple[list[RankPlan], Outcome]:
+def plan_alone(planner: Planner, targets: Iterable[int], notes: tuple[str, ...] = ()) -> tuple[list[RankPlan], Outcome]:
     """Do steps 1 and 3 in one process, without a run: return the plans of targets, and an outcome with remarks on them.
 
     Args:
@@ -371,5 +369,5 @@ def plan_alone(
     planned = _agreeing([begun, *map(PlanReport.of, plans)], placed_in, path, planner.policy.accumulated)
     lost = compare(planner.source, partition_for(planned.to_compare, 0, 1), planner.limits, lambda _: None)
     planner.require_one_of_stages(planned.all_differing)
-    compared = ComparisonReport(lost, planner.drifted_tensors())
+    compared = ComparisonReport(lost, planner.sample_findings())
     return plans, _judged(planned, [compared], path, strict=planner.policy.strict)

@@ -230,7 +230,7 @@ def _opened_pair(
         raise damage
     memory.free_with(planner.forget, target.forget)
     memory.reserve_for_planning(Workload(planner, target_files.format, also_read=target), purpose)
-    planner.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
+    planner.sample_findings(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
     notes: tuple[str, ...] = ()
     if comm.rank == 0:
         if planner.mapped is not None:

@@ -154,12 +154,12 @@ def open_audited(
     planner = Planner(source, unsharded(), policy)
     memory.free_with(planner.forget)
     memory.reserve_for_planning(Workload(planner, files.format, also_read=source), purpose)
-    drift = planner.drifted_tensors(process=comm.rank, processes=comm.size)
-    warnings = [drift_warning(drift.copies)] if drift.copies else []
+    findings = planner.sample_findings(process=comm.rank, processes=comm.size)
+    warnings = [drift_warning(findings.drifted)] if findings.drifted else []
     plan = planner.plan(0, checked=False)
     planner.require_none_left_behind(plan, ShardShare(comm.rank, comm.size))
     differing = planner.with_facts_read(plan).differing if comm.rank == 0 else ()
-    found = difference_messages((*drift.unlisted, *differing), files.path)
+    found = difference_messages((*findings.unlisted, *differing), files.path)
     peak_bytes = memory.possible_peak_bytes(plan) + (comparing_bytes(LIMITS) if plan.to_compare else 0)
     peak_bytes += _NUMPY_BYTES + _BUFFER_BYTES + _CONTENT_BYTES * len(plan.tensors)
     while not memory.reserve_peak(peak_bytes, purpose):

@@ -29,7 +29,7 @@ from reshard_mpi.errors import DisagreementError, StrategyError
 from reshard_mpi.formats.locations import ByteRange, LibraryRead
 from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.comparison_choice import MAX_PAIRS, PLACE_ELEMENTS, places, rank_pairs
-from reshard_mpi.planning.strategy_check import Drift
+from reshard_mpi.planning.strategy_check import SampleFindings
 from reshard_mpi.runs.planner import Planner
 from reshard_mpi.sharding import strategy_files
 from reshard_mpi.sharding.box import Box
@@ -759,13 +759,13 @@ def test_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     c.arguments(spec)
     source = open_source(find_shards(str(c.src)), strategy_files.load(str(tmp_path / "src.toml")))
     conversion = Planner(source, unsharded())
-    assert conversion.drifted_tensors() == Drift()
+    assert conversion.sample_findings() == SampleFindings()
     assert 0 < sum(part.length_bytes for part in read) <= 300 * 1024
     alone = {*read}
     read.clear()
     for process in range(3):
         before = len(read)
-        conversion.drifted_tensors(process=process, processes=3)
+        conversion.sample_findings(process=process, processes=3)
         assert len(read) - before < len(alone)
     assert {*read} == alone
 
@@ -792,7 +792,7 @@ def test_little_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(compare_samples, "excerpt", counting)
     source = open_source(find_shards(str(tmp_path / "src")), strategy_files.load(str(tmp_path / "src.toml")))
-    assert Planner(source, unsharded()).drifted_tensors() == Drift()
+    assert Planner(source, unsharded()).sample_findings() == SampleFindings()
     assert {name[0] for _, name in decoded} == {"w", "x"}
     assert len(decoded) == len({*decoded}) <= 4 * 4  # of each shard a few, and each in one place
 
