@@ -100,9 +100,8 @@ def sample_findings(
                 if damage is not None:
                     raise damage
             findings = findings.joined(evaluate_pair(pair, compared, strategy, (first.path, second.path), unlisted))
-            findings = findings.joined(
-                SampleFindings(unlisted=tuple(_texts_that_differ(pair, first, second, strategy)))
-            )
+            texts = tuple(_texts_that_differ(pair, first, second, strategy))
+            findings = findings.joined(SampleFindings(unlisted=texts))
     return findings
 
 

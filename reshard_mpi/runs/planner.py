@@ -121,9 +121,8 @@ class Planner:
         """Return the plan of one target rank, after its checks have passed.
 
         Args:
-            checked: whether to read from the source also step counters, the beginnings of unlisted tensors, and copies
-                that may differ; False if another process or an earlier call does. The replicas in `plan.to_compare`,
-                which targets share, are left to `compare_replicas.compare`.
+            checked: whether to add what reading tensors shows (`with_facts_read`); False if it is known already. The
+                replicas in `plan.to_compare`, which targets share, are left to `compare_replicas.compare`.
 
         Raises a ReshardError if the target cannot be made exactly.
         """
@@ -328,8 +327,7 @@ class Planner:
     def require_fitting_strategies(self) -> None:
         """Raise StrategyError if a rule of a spec places no tensor.
 
-        If shards contradict the source's strategy, that error comes first. Shards of every stage are needed to see
-        which rules place nothing; if a stage has none, nothing is raised.
+        If shards contradict the source's strategy, that error comes first. If a stage has no shard, nothing is raised.
         """
         source = self.planned_source
         both = ((source.strategy, "source"), (self.target, "target"))

@@ -128,14 +128,9 @@ class SharedTargets:
         """Fill this process's slices of the targets that have been reserved."""
 
         def fill_one(
-            target_slice: TargetSlice,
-            plan: RankPlan,
-            manifest: Manifest,
-            descriptor: int,
-            span: Span,
-            waited_seconds: float,
+            own: TargetSlice, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span, waited_seconds: float
         ) -> FillReport:
-            self._progress.display.started(target_slice.target)
+            self._progress.display.started(own.target)
             filled = self._writer.fill_span(plan, manifest, descriptor, span)
             return FillReport(filled=(filled._replace(waited_seconds=waited_seconds),))
 
@@ -145,15 +140,10 @@ class SharedTargets:
         """Compare this process's shares of the targets that all have filled with their sources."""
 
         def verify_one(
-            target_slice: TargetSlice,
-            plan: RankPlan,
-            manifest: Manifest,
-            descriptor: int,
-            span: Span,
-            waited_seconds: float,
+            own: TargetSlice, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span, waited_seconds: float
         ) -> FillReport:
-            sums = self._writer.verify(plan, manifest, descriptor, span, target_slice.bytes_of(plan.written_bytes))
-            return FillReport(verified=(SliceReport(target_slice.target, waited_seconds, sums=sums),))
+            sums = self._writer.verify(plan, manifest, descriptor, span, own.bytes_of(plan.written_bytes))
+            return FillReport(verified=(SliceReport(own.target, waited_seconds, sums=sums),))
 
         filled = [each for each in self._plans.own.slices if not self._parts_of(each.target, parts, verified=False)[1]]
         return self._of_slices(filled, reservations, verify_one)
@@ -171,14 +161,14 @@ class SharedTargets:
                 memory was waited for.
         """
 
-        def do_one(target_slice: TargetSlice, rank: int) -> FillReport:
+        def do_one(own: TargetSlice, rank: int) -> FillReport:
             reserved = reservations[rank]
             plan, waited_seconds = self._writer.plan_with_memory(rank)
             manifest = reserved.manifest()
             _require_planned_alike(plan, manifest, self._run.request.source)
             with self._opened(rank, reserved) as descriptor:
-                span = target_slice.range_of(os.fstat(descriptor).st_size)
-                report = do(target_slice, plan, manifest, descriptor, span, waited_seconds)
+                span = own.range_of(os.fstat(descriptor).st_size)
+                report = do(own, plan, manifest, descriptor, span, waited_seconds)
             # Whoever leads the target has looked at the sources at another time.
             self._plans.inputs[rank].require_sources_unchanged(rank)
             return report
