@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from reshard_mpi.filesystem.source_files import is_taken
 from reshard_mpi.journal.provenance import TargetInputs
 from reshard_mpi.journal.publication import (
     Publication,
+    SharedIndex,
     dead_partial_bytes,
     partial_path,
     remove_dead_partials,
@@ -22,6 +23,7 @@ from reshard_mpi.journal.publication import (
 )
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, record_path
 from reshard_mpi.journal.target_records import TargetRecord
+from reshard_mpi.planning.source_flaws import Differences
 from reshard_mpi.processes.host import host_name
 
 
@@ -114,8 +116,10 @@ class Unrecorded:
     The record that another run keeps of a target is removed when the target is replaced.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, index: Callable[[], SharedIndex | None] = lambda: None) -> None:
+        """index: returns the index of the files that the request names; None if it names none."""
         self._folder = folder
+        self._index = index
 
     def check(self) -> None:
         """Raise TargetError if the folder cannot be written to."""
@@ -133,7 +137,19 @@ class Unrecorded:
         return ()
 
     def begin(self, say: Say = lambda _: None) -> None:
-        pass
+        """Remove the index, if there is one, since its files will change."""
+        if index := self._index():
+            index.withdraw()
+
+    def commit_if_complete(
+        self, made_here: Collection[int], *, any_written: bool, any_failed: bool, already_told: Collection[str]
+    ) -> Differences:
+        """Write the index if all of its files are complete. Arguments as of `Journal.commit_if_complete`."""
+        index = self._index()
+        missing = () if index is None or any_failed else index.complete()
+        named = f"{missing[0]} and {len(missing) - 1} others" if len(missing) > 1 else "".join(missing)
+        note = f"{self._folder} has no index yet, which is written when these are complete as well: {named}"
+        return Differences(notes=(note,) if missing else ())
 
     @contextlib.contextmanager
     def writing(

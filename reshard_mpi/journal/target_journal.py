@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from reshard_mpi.errors import TargetError
+from reshard_mpi.errors import CoverageError, DisagreementError, ShardError, TargetError, TransformError, told
 from reshard_mpi.filesystem.folders import (
     Folder,
     Say,
@@ -73,6 +73,7 @@ from reshard_mpi.journal.target_folders import (
     uncommit,
 )
 from reshard_mpi.journal.target_records import RecordHead, TargetRecord, TensorSum, sample_of
+from reshard_mpi.planning.source_flaws import Differences
 
 # Between attempts to take a lock that others have for an instant, to see whether it is held.
 _NAP_SECONDS = 0.002
@@ -274,6 +275,34 @@ class Journal:
                 yield publication
                 if publication.is_published:
                     remove_note(lock)
+
+    def commit_if_complete(
+        self, made_here: Collection[int], *, any_written: bool, any_failed: bool, already_told: Collection[str]
+    ) -> Differences:
+        """Commit the targets if all of the run are complete now; return messages that are not in `already_told`.
+
+        Args:
+            made_here, any_written: as for `commit.commit_if_complete`.
+            any_failed: even then another run may have made these targets, and left it to this one to commit.
+        """
+        from reshard_mpi.journal.commit import commit_if_complete  # which imports this module
+
+        try:
+            return commit_if_complete(
+                self.folder, self.identity, made_here=made_here, any_written=any_written, already_told=already_told
+            )
+        except (CoverageError, DisagreementError) as error:
+            if len(made_here) == self.identity.target_ranks or not self._overwrite:
+                raise
+            note = f"not committed yet, as targets that are still to be replaced may be why: {error.problem}"
+            return Differences(notes=(note,))
+        except (OSError, ShardError) as error:  # a ShardError is about a target, which the index is made of
+            raise TransformError(
+                "the targets are complete, but the commit record could not be written",
+                got=str(error) if isinstance(error, OSError) else told(error),
+                where=str(self.folder),
+                remedy="mend the cause, then reshard-mpi commit",
+            ) from error
 
     def left_bytes(self, path: Path) -> int:
         """Return how much space partial files of dead writers take, which is free again when the target is begun."""

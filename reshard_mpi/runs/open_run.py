@@ -69,7 +69,7 @@ class Run(NamedTuple):
         if not request.recorded:
             from reshard_mpi.journal.target_folders import Unrecorded
 
-            return Unrecorded(Path(request.target))
+            return Unrecorded(Path(request.target), self._shared_index)
         identity, resume, overwrite = self._identity(), request.resume, request.overwrite
         target = self.planner.placed_target
         table_of_targets = partial(strategy_table.dumps, target) if self.records_strategy else None
@@ -96,8 +96,7 @@ class Run(NamedTuple):
         """Return by process what tells the hosts apart whose processes may fill a target together."""
         return range(comm.size) if is_object_path(self.request.target) else comm.hosts
 
-    @property
-    def shared_index(self) -> SharedIndex | None:
+    def _shared_index(self) -> SharedIndex | None:
         """The index of the files that the request names; None if it names none."""
         files, source = self.request.files, self.planner.source.files
         if files is None:

@@ -20,9 +20,7 @@ from functools import partial, reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.checkpoints.compare_replicas import compare, comparing_bytes
-from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, ShardError, TransformError, told
-from reshard_mpi.journal.commit import commit_if_complete
-from reshard_mpi.journal.target_journal import Journal
+from reshard_mpi.errors import ReshardError
 from reshard_mpi.planning.comparison_choice import ReplicaGroup, partition_for
 from reshard_mpi.planning.rank_choice import Accumulated, Replicas
 from reshard_mpi.planning.rank_plan import CHOSEN_FILES, RankPlan, SharedFact
@@ -296,8 +294,6 @@ def _begin(plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress
         memory.reserve_peak(max(plans.peak_bytes.values()), f"targets of {plans.run.request.target}")
     memory.forbid_starting_over()
     plans.journal.begin(progress.display.say)
-    if plans.run.shared_index is not None:
-        plans.run.shared_index.withdraw()
 
 
 def _commit(plans: TargetPlans, outcome: Outcome) -> Outcome:
@@ -306,34 +302,13 @@ def _commit(plans: TargetPlans, outcome: Outcome) -> Outcome:
     Args:
         outcome: of all processes.
     """
-    run, journal = plans.run, plans.journal
-    if not isinstance(journal, Journal):
-        missing = () if run.shared_index is None or outcome.failures else run.shared_index.complete()
-        named = f"{missing[0]} and {len(missing) - 1} others" if len(missing) > 1 else "".join(missing)
-        note = f"{run.request.target} has no index yet, which is written when these are complete as well: {named}"
-        return Outcome(notes=(note,) if missing else ())
-    made_ranks = {target.rank for target in outcome.targets}
-    try:
-        remarks = commit_if_complete(
-            journal.folder,
-            journal.identity,
-            made_here=made_ranks,
-            any_written=any(not target.skipped for target in outcome.targets),
-            already_told=(*outcome.notes, *outcome.other_warnings),
-        )
-        return Outcome(notes=remarks.notes, other_warnings=remarks.warnings)
-    except (CoverageError, DisagreementError) as error:
-        if len(made_ranks) == run.planner.target.world_size or not run.request.overwrite:
-            raise
-        note = f"not committed yet, as targets that are still to be replaced may be why: {error.problem}"
-        return Outcome(notes=(note,))
-    except (OSError, ShardError) as error:  # a ShardError is about a target, which the index is made of
-        raise TransformError(
-            "the targets are complete, but the commit record could not be written",
-            got=str(error) if isinstance(error, OSError) else told(error),
-            where=str(journal.folder),
-            remedy="mend the cause, then reshard-mpi commit",
-        ) from error
+    remarks = plans.journal.commit_if_complete(
+        {target.rank for target in outcome.targets},
+        any_written=any(not target.skipped for target in outcome.targets),
+        any_failed=bool(outcome.failures),
+        already_told=(*outcome.notes, *outcome.other_warnings),
+    )
+    return Outcome(notes=remarks.notes, other_warnings=remarks.warnings)
 
 
 def _judged(planned: PlanReport, compared: Sequence[ComparisonReport], source: str, *, strict: bool) -> Outcome:
