@@ -28,6 +28,7 @@ from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy import Strategy
 
 if TYPE_CHECKING:
+    from reshard_mpi.checkpoints.source import SourceCheckpoint
     from reshard_mpi.journal.publication import SharedIndex
     from reshard_mpi.journal.target_folders import Unrecorded
     from reshard_mpi.processes.comm import Comm
@@ -196,56 +197,73 @@ def open_run(
     name = _target_format(request, shards.format)
     traits = formats.info(name)
     # With --part, or where packing decides how many targets there are, places are checked once the targets are known.
-    is_sampled = request.part is not None or traits.split_by_size or traits.packs
-    if not is_sampled:
+    is_checked_later = request.part is not None or traits.split_by_size or traits.packs
+    if not is_checked_later:
         ranks = request.rank if request.rank is not None else range(read.target.world_size)
         _require_possible_places(request, shards, name, ranks, read.target)
     memory.reserve_for_reading(request, strategies, purpose, shards.format)
     source = open_source(shards, read.source, known_damage)
-    source_commit: CommittedSums | None = None
-    if request.verify:
-        from reshard_mpi.runs.check_commit import commit_of, is_to_be_held
+    source_commit = _noted_commit(source) if request.verify else None
+    planner = _as_they_are(request, source, read.target, traits, source_commit)
+    planner, map_digests = apply_map(request, planner, packing_of(request, source, name))
 
-        commit = commit_of(source.files)
-        source.files = source.files._replace(warnings=(*source.files.warnings, *commit.warnings))
-        source_commit = commit if is_to_be_held(commit, source.files) else None
+    def reserve_to_plan(planner: Planner, targets: int) -> None:
+        streamed = is_streamed(request, name)
+        memory.reserve_for_planning(Workload(planner, name, targets, request.verify, is_streamed=streamed), purpose)
+
+    if traits.split_by_size or (traits.packs and planner.mapped is not None):
+        reserve_to_plan(planner, 1)
+        planner, request = _into_files(request, planner, traits)
+        read = read._replace(target=planner.target)
+    targets = chosen_targets(request, planner)
+    if is_checked_later:
+        _require_possible_places(request, shards, name, targets, read.target)
+    _require_writable(request, name)
+    memory.free_with(planner.forget)
+    reserve_to_plan(planner, len(targets) if most_planned is None else most_planned)
+    planner.require_fitting_strategies()
+    return Run(request, planner, name, targets, read, map_digests, source_commit)
+
+
+def _noted_commit(source: SourceCheckpoint) -> CommittedSums | None:
+    """Return the commit that a source is to be held against, if any; note in its files what is wrong with it."""
+    from reshard_mpi.runs.check_commit import commit_of, is_to_be_held
+
+    commit = commit_of(source.files)
+    source.files = source.files._replace(warnings=(*source.files.warnings, *commit.warnings))
+    return commit if is_to_be_held(commit, source.files) else None
+
+
+def _as_they_are(
+    request: Request,
+    source: SourceCheckpoint,
+    target: Strategy,
+    traits: formats.FormatInfo,
+    source_commit: CommittedSums | None,
+) -> Planner:
+    """Return the planner of targets from the tensors of the source as they are."""
     # The commit has a sum of each whole tensor, not of each shard, so replicas must be compared in full.
     replicas = request.replicas if source_commit is None else Replicas.CHECK
-    planner = Planner(
+    return Planner(
         source,
-        read.target,
+        target,
         Policy(request.unlisted, request.strict, replicas, request.accumulated),
         keeps_strings=traits.keeps_strings,
         keeps_strategy=traits.describes_itself,
         is_one_checkpoint=traits.is_folder,
         new_names=None if request.files is None else request.files.new_names,
     )
-    packing = packing_of(request, planner.source, name)
-    planner, map_digests = apply_map(request, planner, packing)
 
-    def reserve_to_plan(targets: int) -> None:
-        streamed = is_streamed(request, name)
-        memory.reserve_for_planning(Workload(planner, name, targets, request.verify, is_streamed=streamed), purpose)
 
-    if planner.mapped is not None and traits.packs:
-        reserve_to_plan(1)
-        packed = planner.mapped.packed
-        request = request._replace(prefix=packed.prefix)
-        read = read._replace(target=Strategy(len(packed.files), 1, {}))  # which file has what is known
-        planner = planner.changed(target=read.target)
+def _into_files(request: Request, planner: Planner, traits: formats.FormatInfo) -> tuple[Planner, Request]:
+    """Return a planner of the files that targets are packed into, or that are filled up to a size; and the request."""
     if traits.split_by_size:
-        reserve_to_plan(1)
         whole = planner.plan(0, checked=False).tensors.specs
-        read = read._replace(target=strategy_of(filled_files(whole, request.most_file_bytes)))
-        planner = planner.changed(target=read.target)
-    targets = chosen_targets(request, planner)
-    if is_sampled:
-        _require_possible_places(request, shards, name, targets, read.target)
-    _require_writable(request, name)
-    memory.free_with(planner.forget)
-    reserve_to_plan(len(targets) if most_planned is None else most_planned)
-    planner.require_fitting_strategies()
-    return Run(request, planner, name, targets, read, map_digests, source_commit)
+        return planner.changed(target=strategy_of(filled_files(whole, request.most_file_bytes))), request
+    assert planner.mapped is not None
+    packed = planner.mapped.packed
+    target = Strategy(len(packed.files), 1, {})  # which file has what is known
+    return planner.changed(target=target), request._replace(prefix=packed.prefix)
 
 
 def open_for_planning(request: Request, memory: RunMemory, *, most_planned: int) -> Run:
