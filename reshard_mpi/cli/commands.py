@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 import reshard_mpi.formats  # not from the package, which would look for a function of that name first
 from reshard_mpi.cli.arguments import parser, request
 from reshard_mpi.cli.first_lease import end_if_stopped, stopped_text
+from reshard_mpi.cli.option_parser import CommandLineError
 from reshard_mpi.cli.output import (
     compared,
     display_for,
@@ -69,6 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         ignore_stops()
         if comm.speaks(os.environ):
             _last_words(options)(code)
+    except CommandLineError as error:
+        _complain(error, error.command)
+        sys.exit(error.exit_code)
     except ReshardError as error:
         code, complaint = error.exit_code, error
         _complain(error)
@@ -148,9 +152,9 @@ def _shown(options: argparse.Namespace, group: comm.Comm) -> AbstractContextMana
     return monitored(Words(complain, verbose=is_verbose(options)) if group.rank else display_for(options), group)
 
 
-def _complain(error: ReshardError | str) -> None:
+def _complain(error: ReshardError | str, command: str = "reshard-mpi") -> None:
     if comm.speaks(os.environ):
-        say(f"reshard-mpi: error: {error}", sys.stderr)
+        say(f"{command}: error: {error}", sys.stderr)
 
 
 def _transform(options: argparse.Namespace) -> None:
