@@ -313,12 +313,7 @@ class ObjectJournal(Journal):
             yield publication
 
     def _upload(
-        self,
-        place: ObjectPlace,
-        target_rank: int,
-        sources: SourceStates,
-        planned: Sequence[PlannedPart],
-        structure: str,
+        self, place: ObjectPlace, rank: int, sources: SourceStates, planned: Sequence[PlannedPart], structure: str
     ) -> tuple[Upload, Sequence[SentPart]]:
         """Go on with the upload of a target that a process of this run has left, or begin one; abort all others.
 
@@ -330,7 +325,7 @@ class ObjectJournal(Journal):
         object_uploads.remove_trials(place, unfinished)
         made_of = repr((self.identity.digest, sources.files, sources.versions, planned, structure))
         digest = hashlib.sha256(made_of.encode(errors="surrogatepass")).hexdigest()
-        facts = read_json(upload_path(self._state, target_rank)) or {}
+        facts = read_json(upload_path(self._state, rank)) or {}
         upload = None
         if self._resume and facts.get("digest") == digest and facts.get("id") in lying:
             upload = Upload(place, str(facts["id"]), str(facts.get("token")), has_crc=facts.get("crc") is True)
@@ -341,7 +336,7 @@ class ObjectJournal(Journal):
             return upload, there
         upload = upload or Upload.begin(place, {_RUN: self.identity.digest})
         facts = {"id": upload.upload_id, "token": upload.token, "crc": upload.has_crc, "digest": digest}
-        object_folders.put(ObjectPlace.of(upload_path(self._state, target_rank)), json.dumps(facts).encode())
+        object_folders.put(ObjectPlace.of(upload_path(self._state, rank)), json.dumps(facts).encode())
         return upload, ()
 
     def _confirm_object(

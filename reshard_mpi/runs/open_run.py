@@ -184,9 +184,8 @@ def open_run(
 
     Raises a ReshardError for what is wrong with the request, its files, or both together.
     """
-    purpose = (
-        f"planning {request.target} from {request.source}" if request.target else f"planning from {request.source}"
-    )
+    to = f"{request.target} " if request.target else ""
+    purpose = f"planning {to}from {request.source}"
     memory.reserve_for_reading(request, strategies, purpose)
     read = strategies or Strategies.read(request)
     if request.files is not None:
@@ -204,7 +203,9 @@ def open_run(
     memory.reserve_for_reading(request, strategies, purpose, shards.format)
     source = open_source(shards, read.source, known_damage)
     source_commit = _noted_commit(source) if request.verify else None
-    planner = _as_they_are(request, source, read.target, traits, source_commit)
+    # The commit has a sum of each whole tensor, not of each shard, so replicas must be compared in full.
+    replicas = request.replicas if source_commit is None else Replicas.CHECK
+    planner = _as_they_are(request, source, read.target, traits, replicas)
     planner, map_digests = apply_map(request, planner, packing_of(request, source, name))
 
     def reserve_to_plan(planner: Planner, targets: int) -> None:
@@ -226,7 +227,7 @@ def open_run(
 
 
 def _noted_commit(source: SourceCheckpoint) -> CommittedSums | None:
-    """Return the commit that a source is to be held against, if any; note in its files what is wrong with it."""
+    """Return the commit that a source is to be held against, if any; its warnings are added to the source."""
     from reshard_mpi.runs.check_commit import commit_of, is_to_be_held
 
     commit = commit_of(source.files)
@@ -235,15 +236,9 @@ def _noted_commit(source: SourceCheckpoint) -> CommittedSums | None:
 
 
 def _as_they_are(
-    request: Request,
-    source: SourceCheckpoint,
-    target: Strategy,
-    traits: formats.FormatInfo,
-    source_commit: CommittedSums | None,
+    request: Request, source: SourceCheckpoint, target: Strategy, traits: formats.FormatInfo, replicas: Replicas
 ) -> Planner:
     """Return the planner of targets from the tensors of the source as they are."""
-    # The commit has a sum of each whole tensor, not of each shard, so replicas must be compared in full.
-    replicas = request.replicas if source_commit is None else Replicas.CHECK
     return Planner(
         source,
         target,
