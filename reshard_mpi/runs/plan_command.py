@@ -268,9 +268,7 @@ def rules_of_source(planner: Planner, target_rank: int | None) -> tuple[ShownRul
         shapes[name] = rank, source.manifest(rank).tensors[name].shape
     wholes: dict[str, Shape] = {}
     if any(placement.ceil for _, placement in source.strategy.rules):
-        planned, opened_rank = (
-            (planner, target_rank) if planner.mapped is None else (planner.mapped.original, 0)
-        )
+        planned, opened_rank = (planner, target_rank) if planner.mapped is None else (planner.mapped.original, 0)
         both = {} if opened_rank is None else planned.held(opened_rank, shapes)
         wholes = {name: held.group.shape for name, held in both.items()}
     return tuple(shown_rules(source.strategy, shapes, wholes))
