@@ -12,7 +12,7 @@ from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.sharding import strategy_files
 
 
@@ -31,9 +31,9 @@ every = {rank: (f"rank_{rank}",) for rank in range(source.world_size)}
 described = _Described(ShardFiles("nowhere", "ckpt", every), source)
 looked_into = ShardShare(int(target_rank), target.world_size).ranks(source.world_size)
 described.held = {rank: manifest(source, rank) for rank in {*map(int, ranks), *looked_into}}
-conversion = Conversion(described, target)
+planner = Planner(described, target)
 begin = time.perf_counter()
-plan = conversion.plan(int(target_rank))
+plan = planner.plan(int(target_rank))
 seconds = time.perf_counter() - begin
 assert len(plan.tensors) == len(target.parameters)
 print(json.dumps({"seconds": seconds}))

@@ -16,7 +16,7 @@ from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, Specs
 from reshard_mpi.formats.protocol import reserve_file
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.planning.rank_plan import Group, PlannedTensors, RankPlan, ReadGroup
-from reshard_mpi.runs.plan_conversion import LIMITS
+from reshard_mpi.runs.planner import LIMITS
 from reshard_mpi.sharding.box import Box
 
 

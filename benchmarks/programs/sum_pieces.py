@@ -13,7 +13,7 @@ from reshard_mpi import formats
 from reshard_mpi.engine.checksums import sum_tensors
 from reshard_mpi.formats.manifest import TensorSpec
 from reshard_mpi.planning.chunk_reads import held_tensor
-from reshard_mpi.runs.plan_conversion import LIMITS
+from reshard_mpi.runs.planner import LIMITS
 from reshard_mpi.sharding.box import Box
 
 

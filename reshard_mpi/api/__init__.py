@@ -154,12 +154,12 @@ def plan(
     request = request_of(locals())
     with RunMemory(lambda: request.allowance, SerialComm(), Progress()) as allotted:
         run = open_run(request, allotted)
-        plans, outcome = plan_alone(run.conversion, run.targets, allotted.governor().notes)
-        summaries = tuple(RankSummary.of(rank_plan, allotted.require_possible(rank_plan)) for rank_plan in plans)
-        rules = rules_of_source(run.conversion, run.targets[0] if run.targets else None)
+        plans, outcome = plan_alone(run.planner, run.targets, allotted.governor().notes)
+        summaries = tuple(RankSummary.of(rank_plan, allotted.possible_peak_bytes(rank_plan)) for rank_plan in plans)
+        rules = rules_of_source(run.planner, run.targets[0] if run.targets else None)
         notes = (*outcome.notes, *told_rules(rules, are_all=True))
         log(notes, outcome.warnings)
-        return Plan(summaries, run.conversion.source.summary_text, rules=rules)
+        return Plan(summaries, run.planner.source.summary_text, rules=rules)
 
 
 @public

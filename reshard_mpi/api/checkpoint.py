@@ -22,7 +22,7 @@ from reshard_mpi.planning.rank_plan import meeting
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.runs.maps_and_packing import apply_map
 from reshard_mpi.runs.outcome import Overflow, overflow_warnings
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.runs.progress import log
 from reshard_mpi.runs.request import Request, Strategies, list_object_stores
 from reshard_mpi.runs.transform import plan_alone
@@ -192,7 +192,7 @@ class _Origin(NamedTuple):
     request: Request
     rank: int
     plan: RankPlan
-    conversion: Conversion
+    planner: Planner
     versions: Mapping[str, FileVersion]
     state: State
 
@@ -201,21 +201,21 @@ class _Origin(NamedTuple):
         """Open the source of a request, and plan a target; `check` is as in `open`."""
         list_object_stores(request)
         shards, strategies = request.shard_files(), Strategies.read(request)
-        conversion = Conversion(
+        planner = Planner(
             open_source(shards, strategies.source),
             strategies.target,
             Policy(request.unlisted, request.strict, request.replicas, request.accumulated),
         )
-        conversion, digests = apply_map(request, conversion)
+        planner, digests = apply_map(request, planner)
         if check:
-            (plan,), outcome = plan_alone(conversion, [rank])
+            (plan,), outcome = plan_alone(planner, [rank])
             log(outcome.notes, outcome.warnings)
         else:
-            plan = conversion.plan(rank, checked=False)
-        files = conversion.source.files
+            plan = planner.plan(rank, checked=False)
+        files = planner.source.files
         sources, versions = files.sources(plan.read_ranks), files.versions(plan.read_ranks)
         read_by = (strategies.source_digest, strategies.target_digest, *sorted(digests.items()))
-        return cls(request, rank, plan, conversion, versions, (sources.folder, sources.files, read_by))
+        return cls(request, rank, plan, planner, versions, (sources.folder, sources.files, read_by))
 
 
 class Checkpoint(Mapping[str, Tensor]):
@@ -228,9 +228,9 @@ class Checkpoint(Mapping[str, Tensor]):
     def __init__(self, origin: _Origin) -> None:
         self._origin = origin
         self._plan = origin.plan
-        self._path = origin.conversion.source.files.path
+        self._path = origin.planner.source.files.path
         self._is_closed = False
-        self._reader = RegionReader(origin.conversion.limits, origin.versions)
+        self._reader = RegionReader(origin.planner.limits, origin.versions)
 
     def __getitem__(self, name: str) -> Tensor:
         place = self._places.get(name)
@@ -302,7 +302,7 @@ class Checkpoint(Mapping[str, Tensor]):
     @property
     def quantization(self) -> QuantizedWeights | None:
         """The quantized weights, each with its companions; None if no weight is known to be quantized."""
-        return self._origin.conversion.planned_source.quantization
+        return self._origin.planner.planned_source.quantization
 
     @property
     def reader(self) -> RegionReader:

@@ -203,9 +203,9 @@ def _request_of_files(request: Request, choose: _Choose | None) -> Request:
     """
     request = request._replace(to=_FORMAT, recorded=False)
     with RunMemory(lambda: request.allowance, SerialComm(), Progress()) as memory:
-        conversion = open_run(request._replace(target="", part=None), memory).conversion
-        plan = conversion.plan(0, checked=False)
-        conversion.require_none_left_behind(
+        planner = open_run(request._replace(target="", part=None), memory).planner
+        plan = planner.plan(0, checked=False)
+        planner.require_none_left_behind(
             plan, ShardShare(0, 1), lambda name: choose is None or _chosen(name, choose(name)) is not None
         )
         names = _chosen_names(plan.tensors.specs.names, choose)

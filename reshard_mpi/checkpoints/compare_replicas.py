@@ -241,14 +241,14 @@ def _portions(group: Iterable[ReplicaGroup]) -> Iterator[tuple[ReplicaGroup, ...
     """Cut checks of the same ranks into portions small enough that all copies of one can be kept in memory."""
     portion, copies = list[ReplicaGroup](), 0
     for alike in group:
-        names = max(1, _MAX_DIGESTS // alike.copies)
+        names = max(1, _MAX_DIGESTS // alike.replicas)
         for first in range(0, len(alike.names), names):
             part = alike._replace(names=alike.names[first : first + names])
-            if portion and copies + len(part.names) * part.copies > _MAX_DIGESTS:
+            if portion and copies + len(part.names) * part.replicas > _MAX_DIGESTS:
                 yield tuple(portion)
                 portion, copies = [], 0
             portion.append(part)
-            copies += len(part.names) * part.copies
+            copies += len(part.names) * part.replicas
     if portion:
         yield tuple(portion)
 

@@ -1,4 +1,4 @@
-"""Compare samples of shards, which shows whether the source strategy is theirs (`drifted_tensors`)."""
+"""Compare samples of shards, which shows whether the source strategy is theirs (`sample_findings`)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from reshard_mpi.planning.comparison_choice import RankPair, Sampled, Sampler, p
 from reshard_mpi.planning.rank_choice import is_partial_sum
 from reshard_mpi.planning.source_flaws import TEXT, Differing
 from reshard_mpi.planning.strategy_check import (
-    NO_DRIFT,
-    Drift,
+    NOTHING_FOUND,
     PairResult,
+    SampleFindings,
     Similarity,
     evaluate_pair,
     should_be_one_part,
@@ -52,7 +52,7 @@ _LARGE_CHUNK_BYTES = MIB
 _MAX_WITNESSES = 6
 
 
-def drifted_tensors(
+def sample_findings(
     source: SourceCheckpoint,
     is_wanted: Callable[[str, Container[str]], bool],
     is_known: Callable[[str], bool],
@@ -61,7 +61,7 @@ def drifted_tensors(
     damaged_are_replaced: bool,
     process: int,
     processes: int,
-) -> Drift:
+) -> SampleFindings:
     """Return the tensors that differ from rank to rank, by the pairs of shards that this process compares.
 
     Args:
@@ -74,7 +74,7 @@ def drifted_tensors(
     not known, ShardError if a shard that differs from another does not fit its own checksum. Shards that cannot be read
     are passed over.
     """
-    strategy, drift = source.strategy, NO_DRIFT
+    strategy, findings = source.strategy, NOTHING_FOUND
     sampler = Sampler(strategy, is_wanted)
     with Files() as files:
         excerpts = _Excerpts(files)
@@ -99,9 +99,10 @@ def drifted_tensors(
                     continue
                 if damage is not None:
                     raise damage
-            drift = drift.joined(evaluate_pair(pair, compared, strategy, (first.path, second.path), unlisted))
-            drift = drift.joined(Drift(unlisted=tuple(_texts_that_differ(pair, first, second, strategy))))
-    return drift
+            findings = findings.joined(evaluate_pair(pair, compared, strategy, (first.path, second.path), unlisted))
+            texts = tuple(_texts_that_differ(pair, first, second, strategy))
+            findings = findings.joined(SampleFindings(unlisted=texts))
+    return findings
 
 
 def _texts_that_differ(pair: RankPair, first: Manifest, second: Manifest, strategy: Strategy) -> Iterator[Differing]:

@@ -21,7 +21,7 @@ from reshard_mpi.filesystem import source_files
 from reshard_mpi.filesystem.paths import absolute_path, rank_of_folder, real_path
 from reshard_mpi.filesystem.source_files import FileVersion, FolderEntry
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.journal.provenance import FirstLooks, Sources
+from reshard_mpi.journal.provenance import FirstLooks, SourceStates
 from reshard_mpi.journal.record_files import STATE
 from reshard_mpi.planning.source_flaws import ModifiedShard
 from reshard_mpi.sharding.strategy import Strategy
@@ -72,7 +72,7 @@ class ShardFiles(NamedTuple):
         if self.looks is not None:
             self.looks.look(paths)
 
-    def sources(self, ranks: Iterable[int]) -> Sources:
+    def sources(self, ranks: Iterable[int]) -> SourceStates:
         """Return the files of these ranks, each as it was when it was first looked at.
 
         Of a folder with an index those that are there: for one that is missing others may hold the same.

@@ -3,9 +3,6 @@
 A target opens the shards that the strategies say it needs. What no strategy lists is taken from those; so a tensor that
 one rank alone has saved, an expert or a part of a sharded optimizer, would be lost without a word if its rank were not
 among them.
-
-A target is planned from few shards. A source strategy that says nothing of uneven slices fits the first of them, and
-makes of it a tensor of a length that no target strategy may be able to cut.
 """
 
 from __future__ import annotations
@@ -32,7 +29,9 @@ _LOOKED_AT = 8
 def require_consistent_source(source: SourceCheckpoint) -> None:
     """Raise a ReshardError if shards contradict the source's strategy or each other.
 
-    The first and the last shards of each stage are looked at, and only what those hold which can be read.
+    The first and the last shards of each stage are looked at, of these the ones that can be read. A target alone is
+    planned from few shards: where slices are uneven and the strategy does not say so, the first shard fits it by
+    itself, and the tensor comes out with a length that no target strategy may be able to cut.
     """
     strategy = source.strategy
     for stage in range(strategy.stages):
@@ -74,10 +73,11 @@ def left_behind(
 ) -> dict[str, int]:
     """Return the tensors of a share of the shards that a target does not take, each with a rank that holds it.
 
+    Damaged shards are passed over, and so are names that the source's strategy lists, which planning looks for.
+
     Args:
         taken: the tensors of the target.
-        is_wanted: tells whether some target is to have a tensor that no strategy lists. Damaged shards are passed over,
-            and so are names that the source's strategy lists, which planning looks for.
+        is_wanted: tells whether some target is to have a tensor that no strategy lists.
     """
     only_there: dict[str, int] = {}
     for rank in share.ranks(source.strategy.world_size):

@@ -75,7 +75,7 @@ class SourceCheckpoint:
         self._damage = dict(damage)
         self._kept_at_most_bytes = 0
         self._stage_ranks: dict[int, int] | None = None
-        self._extent = ShardStats()
+        self._stats = ShardStats()
         self._rule_names: dict[str, dict[int, int]] | None = None
         self.plain_strategy = strategy  # without the companions of quantized weights
         self.quantization: QuantizedWeights | None = None  # its quantized weights; None: it has none that are known
@@ -125,7 +125,7 @@ class SourceCheckpoint:
     @property
     def summary_text(self) -> str:
         """The checkpoint in one line: format, files, ranks and tensors."""
-        files, tensors = counted(len(self.files.shards), "file"), counted(self.extent.tensors, "tensor")
+        files, tensors = counted(len(self.files.shards), "file"), counted(self.stats.tensors, "tensor")
         ranks = self.strategy.world_size
         counts = [f"{ranks} ranks", f"{tensors} a rank"] if ranks > 1 else [tensors]
         return ", ".join([formats.title(self.files.format), files, *counts])
@@ -204,20 +204,20 @@ class SourceCheckpoint:
         manifest = self._unchecked.pop(rank, None) or locate(self.files, rank, like)
         if manifest.identity is not None:
             require_rank(manifest.identity, rank, self.strategy.world_size, manifest.path)
-        self._extent = self._extent.including(manifest)
+        self._stats = self._stats.including(manifest)
         for other in self._manifests.values():
             manifest.tensors.share_names(other.tensors)
             break
         return manifest
 
     @property
-    def extent(self) -> ShardStats:
+    def stats(self) -> ShardStats:
         """How large the shards are that have been read so far."""
-        return reduce(ShardStats.including, self._unchecked.values(), self._extent)
+        return reduce(ShardStats.including, self._unchecked.values(), self._stats)
 
     def forget(self) -> None:
         """Free the structure of all shards; it is read again when it is asked for."""
-        self._extent = self.extent
+        self._stats = self.stats
         self._manifests.clear()
         self._unchecked.clear()
         self._kept_at_most_bytes = 0

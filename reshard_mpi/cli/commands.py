@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 import reshard_mpi.formats  # not from the package, which would look for a function of that name first
 from reshard_mpi.cli.arguments import parser, request
 from reshard_mpi.cli.first_lease import end_if_stopped, stopped_text
+from reshard_mpi.cli.option_parser import CommandLineError
 from reshard_mpi.cli.output import (
     compared,
     display_for,
@@ -34,7 +35,7 @@ from reshard_mpi.cli.output import (
 from reshard_mpi.errors import DamageError, DifferenceError, ReshardError, UsageError, told
 from reshard_mpi.processes import comm
 from reshard_mpi.processes.host import ONE_THREAD
-from reshard_mpi.processes.leases import finish, host_state
+from reshard_mpi.processes.leases import give_back_start, host_state
 from reshard_mpi.processes.signals import (
     INTERRUPTED,
     Terminated,
@@ -69,6 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         ignore_stops()
         if comm.speaks(os.environ):
             _last_words(options)(code)
+    except CommandLineError as error:
+        _complain(error, error.command)
+        sys.exit(error.exit_code)
     except ReshardError as error:
         code, complaint = error.exit_code, error
         _complain(error)
@@ -96,7 +100,7 @@ def command() -> NoReturn:
         comm.end_job(os.environ, code)
         if "mpi4py.MPI" in sys.modules:
             raise
-        finish()
+        give_back_start()
         os._exit(code)
 
 
@@ -148,9 +152,9 @@ def _shown(options: argparse.Namespace, group: comm.Comm) -> AbstractContextMana
     return monitored(Words(complain, verbose=is_verbose(options)) if group.rank else display_for(options), group)
 
 
-def _complain(error: ReshardError | str) -> None:
+def _complain(error: ReshardError | str, command: str = "reshard-mpi") -> None:
     if comm.speaks(os.environ):
-        say(f"reshard-mpi: error: {error}", sys.stderr)
+        say(f"{command}: error: {error}", sys.stderr)
 
 
 def _transform(options: argparse.Namespace) -> None:
@@ -313,8 +317,8 @@ def _audit(options: argparse.Namespace) -> int:
             if options.json:
                 show(json.dumps(report.as_json(), indent=1))
             else:
-                told = [*report.as_lines(is_all=options.verbose), *([] if options.quiet else [report.summary()])]
-                for line in told:
+                summary = [] if options.quiet else [report.summary()]
+                for line in (*report.as_lines(is_all=options.verbose), *summary):
                     show(line)
             if options.plot is not None:
                 from reshard_mpi.pictures.pages import Mark, norms_page

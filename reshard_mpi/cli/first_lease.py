@@ -62,9 +62,9 @@ def begin(arguments: Sequence[str]) -> None:
     again = os.environ.pop(_AGAIN, "")
     if not arguments or arguments[0] not in _COMMANDS or {"-h", "--help"} & set(arguments):
         return
-    memory, most_held = _option(arguments, "--memory"), _option(arguments, "--max-active")
+    memory, max_active = _option(arguments, "--memory"), _option(arguments, "--max-active")
     try:
-        allowance = Allowance.of(memory, int(most_held) if most_held else None, os.environ)
+        allowance = Allowance.of(memory, int(max_active) if max_active else None, os.environ)
         governor = open_governor(allowance, os.environ)
     except (ReshardError, ValueError):
         return
@@ -76,7 +76,7 @@ def begin(arguments: Sequence[str]) -> None:
     try:
         if comm.launched_size(os.environ) > 1:
             # All ranks of a job are there already, and MPI goes on only with all of them: none can wait.
-            leases.started(Start(os.getpid(), governor, governor.register(BASE_BYTES + MPI_BYTES, purpose), None))
+            leases.set_start(Start(os.getpid(), governor, governor.register(BASE_BYTES + MPI_BYTES, purpose), None))
             return
         lease = governor.take(size_bytes, purpose, say, numbers=earlier.numbers)
     except ReshardError:
@@ -88,7 +88,7 @@ def begin(arguments: Sequence[str]) -> None:
             numbers = {key: number + 1 for key, number in lease.numbers.items()}  # the next to that place
             _start_over(lease, _Earlier(size_bytes, waited_seconds, numbers))
 
-    leases.started(Start(os.getpid(), governor, lease, over, waited_seconds, earlier.need_bytes))
+    leases.set_start(Start(os.getpid(), governor, lease, over, waited_seconds, earlier.need_bytes))
 
 
 def _end_job_with_traceback(*error: Any) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
@@ -14,8 +12,7 @@ from reshard_mpi import formats
 from reshard_mpi.cli.output import show
 from reshard_mpi.errors import UsageError
 from reshard_mpi.options import ENDPOINT, LOCAL_PATH, OPTIONS, PATH, Kind
-from reshard_mpi.processes import comm
-from reshard_mpi.text import did_you_mean, one_line, shortened
+from reshard_mpi.text import did_you_mean, shortened
 
 
 @cache
@@ -270,6 +267,14 @@ class _Given(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
+class CommandLineError(UsageError):
+    """A command line that cannot be parsed. command: the one it is about, such as `reshard-mpi plan`."""
+
+    def __init__(self, problem: str, command: str) -> None:
+        super().__init__(problem, remedy=f"{command} --help")
+        self.command = command
+
+
 class CommandParser(argparse.ArgumentParser):
     """Parses the arguments of one command, or of the whole command line up to the name of a command."""
 
@@ -326,12 +331,8 @@ class CommandParser(argparse.ArgumentParser):
         raise argparse.ArgumentError(action, f"expected {_alternatives(choices)}, got {value!r}{meant}")
 
     def error(self, message: str) -> NoReturn:
-        """Print the error in one line, and where to look in another; exit with 2."""
-        if comm.speaks(os.environ):
-            text = f"{self.prog}: error: {one_line(message)}\n  what to do: {self.prog} --help"
-            with contextlib.suppress(OSError):  # the exit code says it too
-                print(text, file=sys.stderr)
-        sys.exit(2)
+        """Raise the error for a wrong command line."""
+        raise CommandLineError(message, self.prog)
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if file is sys.stdout:  # help and version; argparse itself is silent where they cannot be written

@@ -33,8 +33,8 @@ from reshard_mpi.journal.file_ownership import (
     require_own_index,
     withdraw_commit,
 )
-from reshard_mpi.journal.provenance import MAX_NS, Sources, require_one_state, require_same_sources
-from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_stale, remove_stale_records
+from reshard_mpi.journal.provenance import MAX_NS, SourceStates, require_one_state, require_same_sources
+from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_dead_partials, remove_dead_records
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, record_path, recorded_ranks, written
 from reshard_mpi.journal.run_records import (
     COMMIT_ROOM,
@@ -88,12 +88,12 @@ class EarlierTarget(NamedTuple):
                     return cls(record, record.written_ns(folder / record.file))
         return None
 
-    def require_same_state(self, target_rank: int, sources: Sources) -> None:
+    def require_same_state(self, target_rank: int, sources: SourceStates) -> None:
         """Raise DisagreementError if the source has changed since, and a target would be made from the new state.
 
         Committing would refuse it; this is before anything is written, and only as far as one target tells.
         """
-        earlier = self.record.evidence.sources, self.written_ns
+        earlier = self.record.inputs.sources, self.written_ns
         require_one_state({self.record.rank: earlier, target_rank: (sources, MAX_NS)}, _ANEW)  # to be written later
 
 
@@ -245,8 +245,8 @@ def commit_locked(
         )
     size_bytes = sum(record.head.size_bytes for record in records)
     times_ns = {record.rank: record.head.modified_ns for record in records}
-    remove_stale(opened.folder, COMMIT_RECORD)
-    remove_stale_records(opened.state)
+    remove_dead_partials(opened.folder, COMMIT_RECORD)
+    remove_dead_records(opened.state)
     is_same = (
         committed is not None
         and committed_times(folder, committed.digest) == times_ns
@@ -272,7 +272,7 @@ def commit_locked(
         if names_another_save(folder, identity, name):  # --overwrite has removed it before
             continue
         with target_folder(opened.folder, path) as inner:
-            remove_stale(inner, path.name)
+            remove_dead_partials(inner, path.name)
             publish_bytes(inner, path.name, content)
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in index.items()}
     keep_times(opened.state, identity.digest, times_ns)
@@ -333,19 +333,19 @@ def _require_alike(folder: Path, identity: RunIdentity, records: Sequence[Target
     that do not belong together.
     """
     try:
-        require_one_checkpoint(moment for record in records for moment in record.evidence.shared_facts)
+        require_one_checkpoint(moment for record in records for moment in record.inputs.shared_facts)
     except DisagreementError as error:
         error.remedy += f", and {_ANEW}"
         raise
     if is_committed:
-        require_same_sources({record.rank: record.evidence.sources for record in records}, _ANEW)
+        require_same_sources({record.rank: record.inputs.sources for record in records}, _ANEW)
     else:
         files = ((record, folder / record.file) for record in records)
-        targets = {record.rank: (record.evidence.sources, record.written_ns(path)) for record, path in files}
+        targets = {record.rank: (record.inputs.sources, record.written_ns(path)) for record, path in files}
         require_one_state(targets, _ANEW)
-    for stage in differing_stages(record.evidence.held for record in records):
-        of_stage = [record for record in records if record.evidence.held.stage == stage]
-        differing = list({record.evidence.held.digest: record for record in reversed(of_stage)}.values())
+    for stage in differing_stages(record.inputs.held for record in records):
+        of_stage = [record for record in records if record.inputs.held.stage == stage]
+        differing = list({record.inputs.held.digest: record for record in reversed(of_stage)}.values())
         locate = formats.by_name(identity.format).locate
         names = {record.rank: locate(str(folder / record.file)).tensors for record in differing}
         require_same_names(names, identity.facts["source"])
@@ -360,7 +360,7 @@ def _require_alike(folder: Path, identity: RunIdentity, records: Sequence[Target
 
 def _told(identity: RunIdentity, records: Sequence[TargetRecord], already_told: Collection[str]) -> Differences:
     """Return messages on tensors that differ between targets, which are not in `already_told`."""
-    unlike = between_targets(start for record in records for start in record.evidence.prefix_digests)
+    unlike = between_targets(start for record in records for start in record.inputs.prefix_digests)
     strict = identity.facts.get("strict") is True
     return difference_messages(without(unlike, already_told), identity.facts["source"], strict=strict)
 
@@ -410,14 +410,14 @@ def _as_text(
         head["index"] = index_digests[last]
         if len(index_digests) > 1:
             head["before_index"] = {name: digest for name, digest in index_digests.items() if name != last}
-    files = {file.path: file.size_bytes for record in records for file in record.evidence.sources.files}
+    files = {file.path: file.size_bytes for record in records for file in record.inputs.sources.files}
     sources = ({"file": path, "size_bytes": files[path]} for path in sorted(files, key=natural_key))
     targets = (
         {
             "rank": record.rank,
             "file": record.file,
             "size_bytes": record.head.size_bytes,
-            "read_ranks": record.evidence.read_ranks,
+            "read_ranks": record.inputs.read_ranks,
             **({"besides": record.besides} if record.besides and not record.sums else {}),
         }
         for record in records

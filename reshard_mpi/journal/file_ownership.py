@@ -1,4 +1,4 @@
-"""Tell a run's own files in a target folder from foreign ones (`require_own_target`, `remove_leftovers`).
+"""Tell a run's own files in a target folder from foreign ones (`require_own_target`, `remove_earlier_run`).
 
 Others may have saved a checkpoint there, or copied one. A file is explained by the record of its target, which is
 written before the file takes its name, or by the note in the target's lock. The note says which file was there when a
@@ -30,7 +30,7 @@ from reshard_mpi.filesystem.source_files import (
     version_of,
 )
 from reshard_mpi.formats.structure import is_file_name
-from reshard_mpi.journal.publication import remove_stale
+from reshard_mpi.journal.publication import remove_dead_partials
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, lock_name, record_path, recorded_ranks
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times
 from reshard_mpi.journal.target_folders import opened_inner, uncommit
@@ -374,7 +374,7 @@ def _given_up(folder: Path, earlier: RunIdentity) -> Iterator[tuple[str, int]]:
                 yield file, rank
 
 
-def remove_leftovers(folder: Folder, state: Folder, identity: RunIdentity, index_files: Iterable[str]) -> None:
+def remove_earlier_run(folder: Folder, state: Folder, identity: RunIdentity, index_files: Iterable[str]) -> None:
     """Remove indexes and the commit record, what `leftovers` finds with its records, and partial files of that run.
 
     Records of a save that stays go too: those of this run take their places one by one.
@@ -417,7 +417,7 @@ def _remove_partial_files(folder: Folder, state: Folder, earlier: RunIdentity) -
             if not try_lock(lock, fcntl.LOCK_EX):
                 continue
             with folder.inner(rank_folder or ".") as inner:
-                remove_stale(inner, name)
+                remove_dead_partials(inner, name)
             if rank_folder:
                 folder.remove_empty(rank_folder)
 

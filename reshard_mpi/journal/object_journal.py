@@ -33,8 +33,8 @@ from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, state_
 from reshard_mpi.filesystem.object_uploads import SentPart, Upload
 from reshard_mpi.filesystem.source_files import SourceFile, first_bytes, is_folder, is_taken
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.journal.file_ownership import remove_leftovers, require_own_target
-from reshard_mpi.journal.provenance import Sources, TargetInputs
+from reshard_mpi.journal.file_ownership import remove_earlier_run, require_own_target
+from reshard_mpi.journal.provenance import SourceStates, TargetInputs
 from reshard_mpi.journal.publication import Publication
 from reshard_mpi.journal.record_files import (
     COMMIT_RECORD,
@@ -229,7 +229,7 @@ class ObjectJournal(Journal):
             if not self._is_single_writer:
                 self._require_conditions(place, content, earlier)
             if self._overwrite:
-                remove_leftovers(folder, state, self.identity, self._index_files)
+                remove_earlier_run(folder, state, self.identity, self._index_files)
             if earlier is not None or self._is_single_writer:
                 object_folders.put(place, content, instead_of=None if self._is_single_writer else earlier)
         self.check()
@@ -278,12 +278,12 @@ class ObjectJournal(Journal):
 
     @contextlib.contextmanager
     def writing(
-        self, target_rank: int, path: Path, evidence: TargetInputs, say: Say = lambda _: None
+        self, target_rank: int, path: Path, inputs: TargetInputs, say: Say = lambda _: None
     ) -> Iterator[ObjectPublication]:
         """Yield the target to write and publish; if it is not published, nothing of it stays.
 
         Args:
-            evidence: for its record.
+            inputs: for its record.
 
         Raises TargetError if another run has begun since.
         """
@@ -299,13 +299,13 @@ class ObjectJournal(Journal):
         state.remove(record_path(self._state, target_rank).name)
 
         def check() -> None:
-            evidence.require_sources_unchanged(target_rank)
+            inputs.require_sources_unchanged(target_rank)
             self._require_begun()
 
         publication = ObjectPublication(
-            partial(self._upload, place, target_rank, evidence.sources),
+            partial(self._upload, place, target_rank, inputs.sources),
             check,
-            partial(self._confirm_object, target_rank, path, evidence),
+            partial(self._confirm_object, target_rank, path, inputs),
             only_new=lambda: not was_there and not self._is_single_writer,
             is_streamed=self.is_streamed,
         )
@@ -313,7 +313,7 @@ class ObjectJournal(Journal):
             yield publication
 
     def _upload(
-        self, place: ObjectPlace, target_rank: int, sources: Sources, planned: Sequence[PlannedPart], structure: str
+        self, place: ObjectPlace, rank: int, sources: SourceStates, planned: Sequence[PlannedPart], structure: str
     ) -> tuple[Upload, Sequence[SentPart]]:
         """Go on with the upload of a target that a process of this run has left, or begin one; abort all others.
 
@@ -325,7 +325,7 @@ class ObjectJournal(Journal):
         object_uploads.remove_trials(place, unfinished)
         made_of = repr((self.identity.digest, sources.files, sources.versions, planned, structure))
         digest = hashlib.sha256(made_of.encode(errors="surrogatepass")).hexdigest()
-        facts = read_json(upload_path(self._state, target_rank)) or {}
+        facts = read_json(upload_path(self._state, rank)) or {}
         upload = None
         if self._resume and facts.get("digest") == digest and facts.get("id") in lying:
             upload = Upload(place, str(facts["id"]), str(facts.get("token")), has_crc=facts.get("crc") is True)
@@ -336,14 +336,14 @@ class ObjectJournal(Journal):
             return upload, there
         upload = upload or Upload.begin(place, {_RUN: self.identity.digest})
         facts = {"id": upload.upload_id, "token": upload.token, "crc": upload.has_crc, "digest": digest}
-        object_folders.put(ObjectPlace.of(upload_path(self._state, target_rank)), json.dumps(facts).encode())
+        object_folders.put(ObjectPlace.of(upload_path(self._state, rank)), json.dumps(facts).encode())
         return upload, ()
 
     def _confirm_object(
         self,
         target_rank: int,
         path: Path,
-        evidence: TargetInputs,
+        inputs: TargetInputs,
         state: ObjectState,
         sample: str,
         sums: tuple[TensorSum, ...],
@@ -359,7 +359,7 @@ class ObjectJournal(Journal):
         file = path.relative_to(self.folder).as_posix()
         own = self.identity.digest, target_rank, file, state.size_bytes, state.modified_ns
         folder = ObjectFolder(self._state)
-        TargetRecord(RecordHead(*own, sample=sample, tag=state.inode), evidence, sums, besides).publish(folder)
+        TargetRecord(RecordHead(*own, sample=sample, tag=state.inode), inputs, sums, besides).publish(folder)
         folder.remove(upload_path(self._state, target_rank).name)
 
     def _require_recorded(self, target_rank: int, path: Path) -> None:

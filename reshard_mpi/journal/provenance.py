@@ -1,4 +1,4 @@
-"""Remember the files that a target is made from, and notice changes (`Sources`).
+"""Remember the files that a target is made from, and notice changes (`SourceStates`).
 
 Size and time of modification tell a file from another that has taken its place. Structure does not: the checkpoint of
 another step has the same one. Within one run the time of the last change of status is compared as well, which nobody
@@ -60,7 +60,7 @@ class FileState(NamedTuple):
         return f"{self.size_bytes} bytes of {day}.{rest:09d} UTC"
 
 
-class Sources(NamedTuple):
+class SourceStates(NamedTuple):
     """Files of the source under `folder`, in the order of their ranks.
 
     Attributes:
@@ -77,7 +77,7 @@ class Sources(NamedTuple):
     versions: tuple[FileVersion, ...] = ()
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> Sources:
+    def of(cls, facts: Mapping[str, Any]) -> SourceStates:
         """Parse the sources that `as_json` wrote. Raises KeyError, TypeError or ValueError for other facts."""
         files = record_files.each(facts["files"], FileState.of)
         seen = _shared(record_files.each(facts["seen"], FileState.of)) if "seen" in facts else None
@@ -146,12 +146,12 @@ class TargetInputs(NamedTuple):
     held: StageDigest
     shared_facts: tuple[SharedFact, ...]
     prefix_digests: tuple[PrefixDigest, ...]
-    sources: Sources = Sources()  # their files, as they were when it was planned
+    sources: SourceStates = SourceStates()  # their files, as they were when it was planned
     texts: str = ""  # digest of the strings it holds. The other fields are as in its plan.
 
     @classmethod
-    def of(cls, plan: RankPlan, sources: Sources, of_choice: tuple[SharedFact, ...] = ()) -> TargetInputs:
-        """Return the evidence of a planned target. of_choice: which of several checkpoints the source is."""
+    def of(cls, plan: RankPlan, sources: SourceStates, of_choice: tuple[SharedFact, ...] = ()) -> TargetInputs:
+        """Return the inputs of a planned target. of_choice: which of several checkpoints the source is."""
         moments = (*of_choice, *plan.shared_facts)
         return cls(plan.read_ranks, plan.held, moments, plan.prefix_digests, sources, digest_of_texts(plan.strings))
 
@@ -188,7 +188,7 @@ class FirstLooks:
             with contextlib.suppress(OSError):
                 self._look(path)
 
-    def sources(self, paths: Iterable[str], all_paths: Iterable[str]) -> Sources:
+    def sources(self, paths: Iterable[str], all_paths: Iterable[str]) -> SourceStates:
         """Return these files of the source, of all that it has, as each was at the first look.
 
         The sample of all is the same for all processes, as far as a process that has a part of the source has them.
@@ -201,7 +201,7 @@ class FirstLooks:
             sample = nsmallest(_MOST_SEEN, all_paths, key=lambda path: crc32(os.fsencode(path.removeprefix(folder))))
             self.look(sample)
             self._seen = tuple(self._looks[path][0] for path in sample if path in self._looks)
-        return Sources(str(real_path(self._folder)), files, self._seen, str(self._folder), versions)
+        return SourceStates(str(real_path(self._folder)), files, self._seen, str(self._folder), versions)
 
     def versions(self, paths: Iterable[str]) -> dict[str, FileVersion]:
         """Return the version of each of these files at the first look, by path. Raises OSError if one is gone."""
@@ -213,7 +213,7 @@ class FirstLooks:
         return self._looks[path]
 
 
-def require_same_sources(sources: Mapping[int, Sources], remedy: str) -> None:
+def require_same_sources(sources: Mapping[int, SourceStates], remedy: str) -> None:
     """Raise DisagreementError, which names a file and two targets, if targets were made from different states of it."""
     first: dict[str, tuple[int, FileState]] = {}
     for target_rank, own_sources in sources.items():
@@ -231,7 +231,7 @@ def require_same_sources(sources: Mapping[int, Sources], remedy: str) -> None:
                 )
 
 
-def require_one_state(targets: Mapping[int, tuple[Sources, int]], remedy: str) -> None:
+def require_one_state(targets: Mapping[int, tuple[SourceStates, int]], remedy: str) -> None:
     """Raise DisagreementError if the source was, or may have been, changed between the making of two targets.
 
     Sources that have changed after all targets were made do not matter. That is not so if a target was written before

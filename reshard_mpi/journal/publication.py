@@ -1,7 +1,7 @@
-"""Name a file only when it is complete (`Publication`), and remove partial files of dead writers (`remove_stale`).
+"""Name a file only when it is complete (`Publication`), and remove files of dead writers (`remove_dead_partials`).
 
 A process that is killed leaves a partial file. Where one process at a time may write a file, the next one removes it.
-Where several may, each holds a lock on its partial file as long as it lives, so a partial file without a lock is stale.
+Where several may, each holds a lock on its partial file as long as it lives, so a dead one's file has no lock.
 Locks may not reach other hosts, so the name of a partial file has a digest of its host, and each removes its own only.
 """
 
@@ -41,7 +41,8 @@ class Publication:
         partial: its path until then. descriptor: open for reading and writing as long as the block lasts.
         announce: called before the file takes its name, with the open file and the sums given to `publish`.
         confirm: called when it is in place, with its descriptor.
-        host: the name of this host if other processes may write the same file at once.
+        host: the name of this host if other processes may write the same file at once: then its partial file has a
+            digest of this name, and is locked. Otherwise "".
         store_copied_bytes: how many bytes of it an object store has copied by itself, when it is published.
     """
 
@@ -93,7 +94,7 @@ class Publication:
             head = _host_digest(self._host) if self._host else ""
             self._partial_name = partial_name(self._name, head + os.urandom(_TOKEN_BYTES - len(head) // 2).hex())
             self.descriptor = self._folder.create(self._partial_name)
-            # Before it was locked, another process may have taken it for stale and removed it.
+            # Before it was locked, another process may have taken it for a dead writer's and removed it.
             if not self._host or (
                 _try_lock(self.descriptor) is not False and self._folder.is_called(self._partial_name, self.descriptor)
             ):
@@ -141,7 +142,7 @@ def partial_name(name: str, token: str = "0" * 2 * _TOKEN_BYTES) -> str:
 
 
 def partial_path(path: Path) -> Path:
-    """Return a path as long as the partial path of `path`."""
+    """Return a path as long as the partial path of `path`, to check the limits of names."""
     return path.with_name(partial_name(path.name))
 
 
@@ -175,32 +176,33 @@ def publish_bytes(
         publication.publish(synced=synced)
 
 
-def require_own_stale(folder: Folder, name: str) -> None:
+def require_own_partials(folder: Folder, name: str) -> None:
     """Raise TargetError if a partial file of `name` belongs to another user, or may not be removed."""
     for partial in _partial_names(folder, f".{name}."):
         with contextlib.suppress(FileNotFoundError):  # whose writer has just published it
             folder.require_removable(partial)
 
 
-def remove_stale(folder: Folder, name: str, host: str = "") -> None:
+def remove_dead_partials(folder: Folder, name: str, host: str = "") -> None:
     """Remove the partial files of `name` whose writers have died.
 
     Args:
-        host: the name of this host if others may be writing the file: then only those made on this host are removed.
-            Without it nobody may, so all are; raises TargetError if one belongs to another user.
+        host: as for `Publication`: with it only those are removed that were made on this host and are not locked.
+            Otherwise nobody else may be writing the file, so all are removed; raises TargetError if one belongs to
+            another user.
     """
     if not host:
-        require_own_stale(folder, name)
-    for stale in _stale(folder, name, host):
-        folder.remove(stale)
+        require_own_partials(folder, name)
+    for partial in _dead_partials(folder, name, host):
+        folder.remove(partial)
 
 
-def stale_bytes(folder: Folder, name: str, host: str = "") -> int:
-    """Return how much space `remove_stale` would free."""
-    return sum(folder.blocks(stale) for stale in _stale(folder, name, host)) * _BLOCK_BYTES
+def dead_partial_bytes(folder: Folder, name: str, host: str = "") -> int:
+    """Return how much space `remove_dead_partials` would free."""
+    return sum(folder.blocks(partial) for partial in _dead_partials(folder, name, host)) * _BLOCK_BYTES
 
 
-def remove_stale_records(state: Folder) -> None:
+def remove_dead_records(state: Folder) -> None:
     """Remove partial records, and upload records, of writers that have died; nobody may be writing targets."""
     for name in state.names():
         is_partial_record = name.startswith(".rank_") and ".json." in name and name.endswith(_PARTIAL)
@@ -208,7 +210,7 @@ def remove_stale_records(state: Folder) -> None:
             state.remove(name)
 
 
-def _stale(folder: Folder, name: str, host: str) -> Iterator[str]:
+def _dead_partials(folder: Folder, name: str, host: str) -> Iterator[str]:
     """Yield the partial files of `name`; with `host`, only those made on it that nobody has locked."""
     if not host:
         yield from _partial_names(folder, f".{name}.")

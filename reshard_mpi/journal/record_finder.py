@@ -192,7 +192,7 @@ def _require_one_state(finder: RecordFinder, files: Mapping[int, Sequence[str]],
     """
     found = ((path, finder.find(path, rank)) for rank, paths in files.items() for path in paths)
     of_paths = ((Path(path), record) for path, record in found if record is not None)
-    targets = {record.rank: (record.evidence.sources, record.written_ns(path)) for path, record in of_paths}
+    targets = {record.rank: (record.inputs.sources, record.written_ns(path)) for path, record in of_paths}
     if is_committed:
         require_same_sources({rank: sources for rank, (sources, _) in targets.items()}, _FINISH)
     else:
@@ -334,7 +334,7 @@ def damage_by_record(shard: Manifest, record: TargetRecord, recorded: Mapping[st
         yield DamageError(
             "a shard has another size", expected=expected, got=got, where=shard.path, remedy="restore the file"
         )
-    if not formats.info(shard.format).packs and digest_of_texts(shard.strings) != record.evidence.texts:
+    if not formats.info(shard.format).packs and digest_of_texts(shard.strings) != record.inputs.texts:
         yield DamageError("the texts of a shard are not what was written", where=shard.path, remedy="restore the file")
     for name in dict.fromkeys((*recorded, *shard.tensors)) if recorded else ():
         tensor, entry = recorded.get(name), shard.tensors.get(name)

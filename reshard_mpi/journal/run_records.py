@@ -23,7 +23,7 @@ from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.filesystem.source_files import exists, version_of
 from reshard_mpi.journal import record_files
 from reshard_mpi.journal.provenance import MAX_NS
-from reshard_mpi.journal.publication import publish_text, remove_stale
+from reshard_mpi.journal.publication import publish_text, remove_dead_partials
 from reshard_mpi.journal.record_files import COMMIT_RECORD, DAMAGE, RUN_ROOM, STATE, read_json, run_path
 from reshard_mpi.journal.target_records import (
     MAX_RANKS,
@@ -326,7 +326,7 @@ def keep_times(state: Folder, digest: str, times_ns: Mapping[int, int | None]) -
         times_ns: by rank, as their records say.
     """
     facts = {"format": "reshard_mpi commit times", "version": 1, "digest": digest, "modified_ns": times_ns}
-    remove_stale(state, _TIMES_RECORD)
+    remove_dead_partials(state, _TIMES_RECORD)
     publish_text(state, _TIMES_RECORD, json.dumps({**facts, "check": record_files.check_of(times_ns)}) + "\n")
 
 
@@ -358,7 +358,7 @@ def keep_strategy(state: Folder, digest: str, strategy: str) -> None:
     """
     facts = {"format": "reshard_mpi strategy", "version": 2, "digest": digest, "sha256": _sha256(strategy)}
     text = json.dumps({**facts, "strategy": strategy}) + "\n"
-    remove_stale(state, STRATEGY_RECORD)
+    remove_dead_partials(state, STRATEGY_RECORD)
     if len(text) <= _ROOM.file_bytes:
         publish_text(state, STRATEGY_RECORD, text)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -15,14 +15,16 @@ from reshard_mpi.filesystem.source_files import is_taken
 from reshard_mpi.journal.provenance import TargetInputs
 from reshard_mpi.journal.publication import (
     Publication,
+    SharedIndex,
+    dead_partial_bytes,
     partial_path,
-    remove_stale,
-    require_own_stale,
-    stale_bytes,
+    remove_dead_partials,
+    require_own_partials,
 )
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, record_path
 from reshard_mpi.journal.run_records import CommitRecord
 from reshard_mpi.journal.target_records import TargetRecord
+from reshard_mpi.planning.source_flaws import Differences
 from reshard_mpi.processes.host import host_name
 
 
@@ -53,15 +55,15 @@ def require_place(folder: Path, path: Path) -> None:
     """Raise TargetError if no file can take the name `path` below the target folder, whatever is there."""
     with _opened_folder_of(folder, path) as inner:
         if inner is not None:
-            require_own_stale(inner, path.name)
+            require_own_partials(inner, path.name)
     require_writable(path.parent)
     require_file_or_nothing(path, "a target")
 
 
-def space_of_stale(folder: Path, path: Path, host: str = "") -> int:
-    """Return how many bytes the stale partial files of the target `path` take."""
+def space_of_dead_partials(folder: Path, path: Path, host: str = "") -> int:
+    """Return how many bytes partial files of the target `path` take whose writers have died."""
     with _opened_folder_of(folder, path) as inner:
-        return 0 if inner is None else stale_bytes(inner, path.name, host)
+        return 0 if inner is None else dead_partial_bytes(inner, path.name, host)
 
 
 def _opened_folder_of(folder: Path, path: Path) -> AbstractContextManager[Folder | None]:
@@ -115,14 +117,16 @@ class Unrecorded:
     The record that another run keeps of a target is removed when the target is replaced, and so is that of a commit.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, index: Callable[[], SharedIndex | None] = lambda: None) -> None:
+        """index: returns the index of the files that the request names; None if it names none."""
         self._folder = folder
+        self._index = index
 
     def check(self) -> None:
         """Raise TargetError if the folder cannot be written to."""
         require_writable(self._folder)
 
-    def require_free_or_done(self, target_rank: int, path: Path) -> bool:
+    def is_done(self, target_rank: int, path: Path) -> bool:
         """Return False. Raises TargetError if no file can take the name `path`."""
         require_place(self._folder, path)
         return False
@@ -134,14 +138,26 @@ class Unrecorded:
         return ()
 
     def begin(self, say: Say = lambda _: None) -> None:
-        pass
+        """Remove the index, if there is one, since its files will change."""
+        if index := self._index():
+            index.withdraw()
+
+    def commit_if_complete(
+        self, made_here: Collection[int], *, any_written: bool, any_failed: bool, already_told: Collection[str]
+    ) -> Differences:
+        """Write the index if all of its files are complete. Arguments as of `Journal.commit_if_complete`."""
+        index = self._index()
+        missing = () if index is None or any_failed else index.complete()
+        named = f"{missing[0]} and {len(missing) - 1} others" if len(missing) > 1 else "".join(missing)
+        note = f"{self._folder} has no index yet, which is written when these are complete as well: {named}"
+        return Differences(notes=(note,) if missing else ())
 
     @contextlib.contextmanager
     def writing(
         self,
         target_rank: int,
         path: Path,
-        evidence: TargetInputs,
+        inputs: TargetInputs,
         say: Say = lambda _: None,
     ) -> Iterator[Publication]:
         """Yield the file to write and publish; if it is not published, it is removed."""
@@ -152,14 +168,14 @@ class Unrecorded:
             target_folder(folder, path) as inner,
         ):
             host = host_name(os.environ)
-            remove_stale(inner, path.name, host)
-            require_unchanged = evidence.require_sources_unchanged
+            remove_dead_partials(inner, path.name, host)
+            require_unchanged = inputs.require_sources_unchanged
             with Publication(inner, path.name, lambda *_: require_unchanged(target_rank), host=host) as publication:
                 yield publication
 
     def left_bytes(self, path: Path) -> int:
-        """Return how much space stale partial files of a target take, which is free again when it is begun."""
-        return space_of_stale(self._folder, path, host_name(os.environ))
+        """Return how much space partial files of dead writers take, which is free again when the target is begun."""
+        return space_of_dead_partials(self._folder, path, host_name(os.environ))
 
     def paths(self, target_rank: int, path: Path) -> tuple[Path, ...]:
         """Return the longest paths that are made for a target."""

@@ -6,7 +6,7 @@ that write targets share `commit.lock`, and one that commits has it alone, so no
 
 A record is written twice. The first one is written before the target takes its name and identifies the file that will
 (`TargetRecord.announced`), so a finished target is known as such even if its writer died in that instant. The second
-one holds for whatever file is in place, for folders that are copied and file systems that give files new numbers.
+one names no inode, so it stays valid when the folder is copied, and on file systems that give files new numbers.
 What lies in a target's place and is not this program's own (see `file_ownership`) is replaced with --overwrite alone.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from reshard_mpi.errors import TargetError
+from reshard_mpi.errors import CoverageError, DisagreementError, ShardError, TargetError, TransformError, told
 from reshard_mpi.filesystem.folders import (
     Folder,
     Say,
@@ -41,7 +41,7 @@ from reshard_mpi.journal.file_ownership import (
     leftovers,
     note_replaceable,
     other_saves,
-    remove_leftovers,
+    remove_earlier_run,
     remove_note,
     require_no_other_records,
     require_own_index,
@@ -52,7 +52,7 @@ from reshard_mpi.journal.publication import (
     Publication,
     partial_path,
     publish_text,
-    remove_stale,
+    remove_dead_partials,
 )
 from reshard_mpi.journal.record_files import (
     COMMIT_RECORD,
@@ -68,11 +68,12 @@ from reshard_mpi.journal.target_folders import (
     opened_inner,
     require_place,
     require_writable,
-    space_of_stale,
+    space_of_dead_partials,
     target_folder,
     uncommit,
 )
 from reshard_mpi.journal.target_records import RecordHead, TargetRecord, TensorSum, sample_of
+from reshard_mpi.planning.source_flaws import Differences
 
 # Between attempts to take a lock that others have for an instant, to see whether it is held.
 _NAP_SECONDS = 0.002
@@ -151,7 +152,7 @@ class Journal:
             remedy=f"{goes_on}use another target, or {replaces}",
         )
 
-    def require_free_or_done(self, target_rank: int, path: Path) -> bool:
+    def is_done(self, target_rank: int, path: Path) -> bool:
         """Tell whether the target is complete and is to be skipped (--resume).
 
         Raises TargetError if its file exists and neither --resume nor --overwrite is given; if the file is of another
@@ -170,7 +171,7 @@ class Journal:
         if self._resume:
             if complete and record is not None:
                 problem = f"target rank {target_rank} was made from sources that have changed since"
-                record.evidence.sources.require_unchanged(problem, _CHANGED)
+                record.inputs.sources.require_unchanged(problem, _CHANGED)
             return complete
         origin = "complete by the record of this run" if complete else "which this run was about to replace"
         raise TargetError(
@@ -186,7 +187,7 @@ class Journal:
         require_place(self.folder, path)
 
     def _require_recorded(self, target_rank: int, path: Path) -> None:
-        """Raise TargetError if the file in a target's place is nobody's that the records know."""
+        """Raise TargetError if no record explains the file in a target's place."""
         with opened_inner(self.folder, STATE) as state:
             require_own_target(state, self.folder, target_rank, path)
 
@@ -222,11 +223,11 @@ class Journal:
             closing(open_lock(state, _RUN_LOCK)) as lock,
         ):
             if wait_for_lock(lock, fcntl.LOCK_EX, path, say, _BEGIN_SECONDS, self._is_begun):
-                remove_stale(state, run.name)
+                remove_dead_partials(state, run.name)
                 is_new = read_json(run) is None
                 if self._overwrite and not self._is_begun():
                     is_new = True
-                    remove_leftovers(folder, state, self.identity, self._index_files)
+                    remove_earlier_run(folder, state, self.identity, self._index_files)
                 if is_new or self._is_begun():
                     self._keep_strategy(state)
                 if is_new:
@@ -240,12 +241,12 @@ class Journal:
 
     @contextlib.contextmanager
     def writing(
-        self, target_rank: int, path: Path, evidence: TargetInputs, say: Say = lambda _: None
+        self, target_rank: int, path: Path, inputs: TargetInputs, say: Say = lambda _: None
     ) -> Iterator[Publication]:
         """Hold the target's lock and yield the file to write and publish; if it is not published, it is removed.
 
         Args:
-            evidence: for its record.
+            inputs: for its record.
             say: is told who is waited for.
 
         Raises TargetError if a live process is writing the target, or another run has begun since.
@@ -266,21 +267,49 @@ class Journal:
                 note_replaceable(lock, path)
             record = record_path(self._state, target_rank).name
             state.remove(record)
-            remove_stale(state, record)
-            remove_stale(inner, path.name)
-            announce = partial(self._announce, state, target_rank, path, evidence)
+            remove_dead_partials(state, record)
+            remove_dead_partials(inner, path.name)
+            announce = partial(self._announce, state, target_rank, path, inputs)
             confirm = partial(self._confirm, state, target_rank)
             with Publication(inner, path.name, announce, confirm) as publication:
                 yield publication
                 if publication.is_published:
                     remove_note(lock)
 
+    def commit_if_complete(
+        self, made_here: Collection[int], *, any_written: bool, any_failed: bool, already_told: Collection[str]
+    ) -> Differences:
+        """Commit the targets if all of the run are complete now; return messages that are not in `already_told`.
+
+        Args:
+            made_here, any_written: as for `commit.commit_if_complete`.
+            any_failed: even then another run may have made these targets, and left it to this one to commit.
+        """
+        from reshard_mpi.journal.commit import commit_if_complete  # which imports this module
+
+        try:
+            return commit_if_complete(
+                self.folder, self.identity, made_here=made_here, any_written=any_written, already_told=already_told
+            )
+        except (CoverageError, DisagreementError) as error:
+            if len(made_here) == self.identity.target_ranks or not self._overwrite:
+                raise
+            note = f"not committed yet, as targets that are still to be replaced may be why: {error.problem}"
+            return Differences(notes=(note,))
+        except (OSError, ShardError) as error:  # a ShardError is about a target, which the index is made of
+            raise TransformError(
+                "the targets are complete, but the commit record could not be written",
+                got=str(error) if isinstance(error, OSError) else told(error),
+                where=str(self.folder),
+                remedy="mend the cause, then reshard-mpi commit",
+            ) from error
+
     def left_bytes(self, path: Path) -> int:
-        """Return how much space stale partial files of a target take, which is free again when it is begun."""
-        return space_of_stale(self.folder, path)
+        """Return how much space partial files of dead writers take, which is free again when the target is begun."""
+        return space_of_dead_partials(self.folder, path)
 
     def paths(self, target_rank: int, path: Path) -> tuple[Path, ...]:
-        """Return the longest paths that are made for a target."""
+        """Return the longest paths that are made for a target. They are used only to check the limits of names."""
         return partial_path(path), partial_path(record_path(self._state, target_rank))
 
     def _announce(
@@ -288,19 +317,19 @@ class Journal:
         state: Folder,
         target_rank: int,
         path: Path,
-        evidence: TargetInputs,
+        inputs: TargetInputs,
         written: SourceFile,
         sums: Sequence[TensorSum],
         besides: str,
     ) -> None:
-        """Record that the target is complete as soon as the file that was `written` takes its name."""
-        evidence.require_sources_unchanged(target_rank)
+        """Write the record that becomes true at the moment when the file that was `written` gets its name."""
+        inputs.require_sources_unchanged(target_rank)
         self._require_still_own(state, target_rank, path)
         self._require_begun()
         version, file = written.version, path.relative_to(self.folder).as_posix()
         own = self.identity.digest, target_rank, file, version.size_bytes, version.modified_ns
         head = RecordHead(*own, announced=(version.inode, version.modified_ns), sample=sample_of(written))
-        TargetRecord(head, evidence, tuple(sums), besides).publish(state, synced=False)  # the next is
+        TargetRecord(head, inputs, tuple(sums), besides).publish(state, synced=False)  # the next is
 
     def _require_begun(self) -> None:
         if not self._is_begun():

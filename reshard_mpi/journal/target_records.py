@@ -21,7 +21,7 @@ from reshard_mpi.filesystem.paths import is_object_path, rank_of_folder
 from reshard_mpi.filesystem.source_files import SourceFile, open_file, version_of
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.journal import record_files
-from reshard_mpi.journal.provenance import MAX_NS, Sources, TargetInputs
+from reshard_mpi.journal.provenance import MAX_NS, SourceStates, TargetInputs
 from reshard_mpi.journal.publication import publish_text
 from reshard_mpi.journal.record_files import COMMIT_RECORD, DAMAGE, opened_record, read_json, record_path, written
 from reshard_mpi.planning.rank_plan import SharedFact, StageDigest
@@ -177,7 +177,7 @@ class TargetRecord(NamedTuple):
     """Records that a target is complete."""
 
     head: RecordHead
-    evidence: TargetInputs
+    inputs: TargetInputs
     sums: tuple[TensorSum, ...] = ()  # of its tensors, in file order; none if it was not verified
     # a digest of all of its bytes besides tensors (`formats.structure.digest_besides`); empty if it was not verified
     besides: str = ""
@@ -201,16 +201,16 @@ class TargetRecord(NamedTuple):
 
     def as_text(self) -> str:
         """Return what `rank_<r>.json` holds."""
-        evidence = self.evidence
+        inputs = self.inputs
         facts = {
             **self.head.as_json(),
-            "read_ranks": evidence.read_ranks,
-            "held": evidence.held._asdict(),
-            "moments": [moment._asdict() for moment in evidence.shared_facts],
-            "beginnings": [beginning._asdict() for beginning in evidence.prefix_digests],
+            "read_ranks": inputs.read_ranks,
+            "held": inputs.held._asdict(),
+            "moments": [moment._asdict() for moment in inputs.shared_facts],
+            "beginnings": [beginning._asdict() for beginning in inputs.prefix_digests],
             "sums": [(*part[:5], f"{part.value:08x}", part.loose) for part in self.sums],
-            "sources": evidence.sources.as_json(),
-            "texts": evidence.texts,
+            "sources": inputs.sources.as_json(),
+            "texts": inputs.texts,
         }
         if self.besides:
             facts["besides"] = self.besides
@@ -239,7 +239,7 @@ class TargetRecord(NamedTuple):
     def _of(cls, facts: Mapping[str, Any]) -> TargetRecord:
         """Return the record with these values. Raises LookupError, TypeError or ValueError if they are not of one."""
         head, held = RecordHead.of(facts), facts["held"]
-        evidence = TargetInputs(
+        inputs = TargetInputs(
             record_files.each(facts["read_ranks"], checked_rank),
             StageDigest(checked_rank(held["stage"]), record_files.digest(held["digest"]), checked_rank(held["rank"])),
             tuple(
@@ -252,14 +252,14 @@ class TargetRecord(NamedTuple):
                 )
                 for start in record_files.each(facts["beginnings"], record_files.table)
             ),
-            Sources.of(facts["sources"]),
+            SourceStates.of(facts["sources"]),
             record_files.digest(facts["texts"]),
         )
         sums = record_files.each(facts["sums"], TensorSum.of)
         if len({part.name for part in sums}) < len(sums):
             raise ValueError("two sums of one tensor")
         besides = record_files.sha256(facts["besides"]) if "besides" in facts else ""
-        return cls(head, evidence, sums, besides)
+        return cls(head, inputs, sums, besides)
 
 
 def checked_rank(value: Any) -> int:

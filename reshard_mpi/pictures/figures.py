@@ -299,7 +299,7 @@ def panel_of_layout(name: str, dtype: str, layout: Layout, shown: tuple[int, ...
         low, high = layout.piece_box(piece), layout.piece_box(_piece(layout, last))
         holders = tuple(sorted(islice(layout.placement.holders(piece), _MOST_HOLDERS)))
         count = math.prod(end - index + 1 for index, end in zip(first, last))
-        blocks.append(DrawnBlock(Box(low.start, high.stop), low, count, holders, layout.placement.copies))
+        blocks.append(DrawnBlock(Box(low.start, high.stop), low, count, holders, layout.placement.replicas))
     return Panel(name, dtype, layout.shape, shown, cuts, tuple(blocks), math.prod(cuts))
 
 

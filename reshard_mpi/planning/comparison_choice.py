@@ -65,14 +65,14 @@ class ReplicaGroup(NamedTuple):
         return tuple((part.placement, part.piece) for part in self.parts)
 
     @property
-    def copies(self) -> int:
-        """How many ranks hold a copy."""
-        return sum(part.placement.copies for part in self.parts)
+    def replicas(self) -> int:
+        """How many ranks hold a replica."""
+        return sum(part.placement.replicas for part in self.parts)
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes all copies of all its tensors have."""
-        return len(self.names) * self.copies * self.region.size * self.itemsize_bytes
+        """How many bytes all replicas of all its tensors have."""
+        return len(self.names) * self.replicas * self.region.size * self.itemsize_bytes
 
 
 def replicas_to_compare(
@@ -113,7 +113,7 @@ def replicas_to_compare(
         for region, parts in _shared_regions(alternatives):
             is_partial = why is _PARTIAL_SUMS
             alike = ReplicaGroup(tuple(names), parts, region, why, itemsize_bytes, listed, is_partial=is_partial)
-            if alike.copies > 1:
+            if alike.replicas > 1:
                 yield alike
 
 
@@ -163,7 +163,7 @@ def partition_for(all_alike: Sequence[ReplicaGroup], process: int, processes: in
 
 def _weight(alike: ReplicaGroup) -> int:
     """Return how many elements are read to compare one tensor; at least 1 a copy."""
-    return alike.copies * max(1, alike.region.size)
+    return alike.replicas * max(1, alike.region.size)
 
 
 class RankPair(NamedTuple):

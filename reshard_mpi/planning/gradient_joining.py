@@ -128,7 +128,7 @@ class GradientJoining:
             return GradientShare.TAKEN
         self._require_known_replicas(name, group, target)
         has_replicas = replicas(group) > 1
-        is_divided = self._accumulated is Accumulated.SUM and target.copies > 1
+        is_divided = self._accumulated is Accumulated.SUM and target.replicas > 1
         if (has_replicas or is_divided) and group.dtype not in FLOATS:
             raise SourceError(
                 f"{name!r} is called like an accumulated gradient, and holds no floating-point numbers",
@@ -233,7 +233,7 @@ class GradientJoining:
 
 def replicas(group: SourceGroup) -> int:
     """Return how many ranks hold the same piece of each tensor of a group."""
-    return sum(layout.placement.copies for layout in group.layouts) if group.listed else 1
+    return sum(layout.placement.replicas for layout in group.layouts) if group.listed else 1
 
 
 def _zeros(count: int, kind: TensorType, rank: int) -> ReadGroup:

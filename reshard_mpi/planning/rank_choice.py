@@ -95,7 +95,7 @@ def _starts(demands: Demands, home: int) -> list[int]:
 
 def _settle(demands: Demands, home: int, available: Container[int]) -> list[int]:
     chosen: dict[int, None] = {}
-    for placement in sorted(demands, key=lambda placement: placement.copies):
+    for placement in sorted(demands, key=lambda placement: placement.replicas):
         covered = {placement.piece(rank) for rank in chosen if rank // placement.stage_size in placement.stages}
         for piece in demands[placement]:
             if piece not in covered:
@@ -174,7 +174,7 @@ def writer(name: str, piece: Piece, placement: Placement, *, loose: bool) -> int
 
 def _writer_number(name: str, placement: Placement, *, loose: bool) -> int:
     """Return which of the ranks that hold a piece writes it, counted in the order of `Placement.holders`."""
-    return 0 if loose else zlib.crc32(name.encode("utf-8", "surrogatepass")) % placement.copies
+    return 0 if loose else zlib.crc32(name.encode("utf-8", "surrogatepass")) % placement.replicas
 
 
 def check_target_rank(target_rank: int, target: Strategy) -> None:
@@ -285,7 +285,7 @@ def joined_ranks(
         if placement is None:
             continue
         first = next(placement.holders(placement.piece(target_rank)))
-        if accumulated is Accumulated.SUM and placement.copies > 1 and first != target_rank:
+        if accumulated is Accumulated.SUM and placement.replicas > 1 and first != target_rank:
             continue  # it gets zeros
         for origin in origins:
             for aligned, pieces in _needs(origin, placement, target_rank):

@@ -42,20 +42,21 @@ class Similarity(Enum):
     OF_ANOTHER_SHAPE = "of another shape"
 
 
-class Drift(NamedTuple):
-    """Tensors that differ from rank to rank, though the source strategy is right by all that is seen."""
+class SampleFindings(NamedTuple):
+    """Tensors that differ from rank to rank in a sample, though the source strategy is right by all that is seen."""
 
-    copies: tuple[str, ...] = ()  # the names of tensors that it places and whose copies have drifted apart
+    drifted: tuple[str, ...] = ()  # the names of tensors that it places and whose copies have drifted apart
     unlisted: tuple[Differing, ...] = ()  # tensors that it does not list
 
-    def joined(self, other: Drift) -> Drift:
+    def joined(self, other: SampleFindings) -> SampleFindings:
         """Join this and another; equal entries are kept once."""
-        return Drift(
-            tuple(dict.fromkeys((*self.copies, *other.copies))), tuple(dict.fromkeys((*self.unlisted, *other.unlisted)))
+        return SampleFindings(
+            tuple(dict.fromkeys((*self.drifted, *other.drifted))),
+            tuple(dict.fromkeys((*self.unlisted, *other.unlisted))),
         )
 
 
-NO_DRIFT = Drift()
+NOTHING_FOUND = SampleFindings()
 
 
 class PairResult(NamedTuple):
@@ -120,7 +121,7 @@ def should_be_one_part(placement: Placement | None, pair: RankPair, part_shape: 
 
 def evaluate_pair(
     pair: RankPair, compared: Iterable[PairResult], strategy: Strategy, paths: tuple[str, str], unlisted: Unlisted
-) -> Drift:
+) -> SampleFindings:
     """Return the tensors that differ on a pair of ranks.
 
     Args:
@@ -151,7 +152,7 @@ def evaluate_pair(
         # Of a pair with few tensors, all copies count at once: a shard of another moment differs in most of them.
         drifted += _judge_copies(pair, copies, all_copies if pair.tensors < MAX_TENSORS else copies, words, where)
         _judge_parts(pair, [tensor for tensor in tensors if not tensor.one_part], words, where)
-    return Drift(tuple(drifted), own)
+    return SampleFindings(tuple(drifted), own)
 
 
 def _judge_copies(
@@ -329,7 +330,7 @@ def unconfirmed_rules(strategy: Strategy) -> Iterator[str]:
     order of several axes that cut a tensor.
     """
     cutting = [(glob, placement) for glob, placement in strategy.rules if strategy.is_spec and placement.is_cut]
-    alone = [glob for glob, placement in cutting if placement.copies == len(placement.stages)]
+    alone = [glob for glob, placement in cutting if placement.replicas == len(placement.stages)]
     if alone:
         yield (
             f"no two ranks hold the same of what {_quoted(alone)} {'matches' if len(alone) == 1 else 'match'}, so the"

@@ -272,10 +272,10 @@ class TargetTensors:
     def require_one_copy(self) -> None:
         """Raise UsageError if target ranks that hold the same piece get different sums, for a target of one copy."""
         for held in self.classes:
-            name = held.names[0]
-            if self.policy.accumulated is Accumulated.SUM and is_partial_sum(name) and held.layout.placement.copies > 1:
+            name, replicas = held.names[0], held.layout.placement.replicas
+            if self.policy.accumulated is Accumulated.SUM and is_partial_sum(name) and replicas > 1:
                 raise UsageError(
-                    f"the target has one copy of {name!r} for {held.layout.placement.copies} ranks",
+                    f"the target has one copy of {name!r} for {replicas} ranks",
                     expected="one rank for each piece, as there is one sum",
                     got="--accumulated sum, which gives the sum to one of these ranks and zeros to the others",
                     where=self.strategy.origin,

@@ -232,7 +232,7 @@ def open_governor(allowance: Allowance, environment: Mapping[str, str]) -> Gover
 class _Uncounted(NamedTuple):
     """The host, where only the number of leases is limited."""
 
-    most_held: int | None
+    max_active: int | None
     key: str = "host"
     name: str = "this host"
     ceiling_bytes: int = sys.maxsize
@@ -271,8 +271,8 @@ def _judge(scope: Scope, wanted: LedgerEntry, held: Sequence[LedgerEntry]) -> st
     working = [other for other in held if not other.is_floor]
     if not working:
         return None  # one at a time goes on, whatever others do to the memory; floors are not waited for
-    if scope.most_held is not None and len(working) >= scope.most_held:
-        return f"{len(working)} at work on {scope.name}, {scope.most_held} allowed at once"
+    if scope.max_active is not None and len(working) >= scope.max_active:
+        return f"{len(working)} at work on {scope.name}, {scope.max_active} allowed at once"
     held_bytes = sum(other.size_bytes for other in held)
     if held_bytes + wanted.size_bytes <= scope.certain_bytes():
         return None

@@ -55,7 +55,7 @@ class Start(NamedTuple):
 _start: Start | None = None
 
 
-def started(start: Start) -> None:
+def set_start(start: Start) -> None:
     """Record with which lease this process has started."""
     global _start  # noqa: PLW0603 - a fact of the process
     _start = start
@@ -69,10 +69,10 @@ def own_start() -> Start | None:
 def register_worker(governor: Governor) -> None:
     """Take a lease for this process, a fork of one that has held the memory for it until now."""
     with suppress(ReshardError, OSError):  # such as a full disk; the next lease meets it again
-        started(Start(os.getpid(), governor, governor.register(WORKER_BYTES, "a worker"), None))
+        set_start(Start(os.getpid(), governor, governor.register(WORKER_BYTES, "a worker"), None))
 
 
-def finish() -> None:
+def give_back_start() -> None:
     """Give back the lease with which this process has started, which is about to end."""
     start = own_start()
     if start is not None:
@@ -126,7 +126,7 @@ class ProcessLease:
     def _floor_bytes(self) -> int:
         return self._floor.size_bytes if self._floor is not None else 0
 
-    def stay(self) -> None:
+    def forbid_starting_over(self) -> None:
         """Never start over from now on, since something would be lost."""
         self._may_start_over = False
 

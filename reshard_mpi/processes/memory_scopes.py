@@ -81,7 +81,7 @@ class Scope(Protocol):
         key: the name of the scope's ledger, the same in all its processes.
         name: for people.
         ceiling_bytes: the largest lease that is possible.
-        most_held: how many leases there may be, None for any number.
+        max_active: how many leases there may be, None for any number.
     """
 
     @property
@@ -94,7 +94,7 @@ class Scope(Protocol):
     def ceiling_bytes(self) -> int: ...
 
     @property
-    def most_held(self) -> int | None: ...
+    def max_active(self) -> int | None: ...
 
     def certain_bytes(self) -> int:
         """Return how much all leases may hold together in any case, as far as that is known at once."""
@@ -114,13 +114,13 @@ class HostScope(NamedTuple):
 
     total_bytes: int
     memory_bytes: int | None = None
-    most_held: int | None = None
+    max_active: int | None = None
     key: str = "host"
 
     @classmethod
-    def of(cls, memory_bytes: int | None, most_held: int | None) -> HostScope:
-        """Return this machine. memory_bytes, most_held: the user's limits, None for none."""
-        return cls(total_bytes(), memory_bytes, most_held)
+    def of(cls, memory_bytes: int | None, max_active: int | None) -> HostScope:
+        """Return this machine. memory_bytes, max_active: the user's limits, None for none."""
+        return cls(total_bytes(), memory_bytes, max_active)
 
     @property
     def name(self) -> str:
@@ -147,7 +147,7 @@ class ControlGroup(NamedTuple):
     cache_names: tuple[str, ...]
     key: str
     name: str
-    most_held: None = None
+    max_active: None = None
 
     def certain_bytes(self) -> int:
         free_bytes = self._free_bytes()
@@ -174,7 +174,7 @@ class SlurmJob(NamedTuple):
     job: str
     node: str | None
     ceiling_bytes: int
-    most_held: None = None
+    max_active: None = None
 
     @property
     def key(self) -> str:

@@ -30,7 +30,7 @@ from reshard_mpi.planning.rank_choice import Accumulated, is_partial_sum
 from reshard_mpi.planning.rank_plan import LEFT_OUT, RankPlan
 from reshard_mpi.quantization.weights import SCHEME_TEXT, QuantizedWeight, QuantizedWeights
 from reshard_mpi.runs.check_maps import TensorMap, require_known_sums, source_warnings, tensor_at, tied_tensors
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.text import counted, shortened
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class MapsOutcome(NamedTuple):
 class SourceMaps(NamedTuple):
     """A source, the maps that are applied to it one after another, and what packs their result."""
 
-    original: Conversion  # of the source to one full checkpoint in its own names
+    original: Planner  # of the source to one full checkpoint in its own names
     tensor_map: TensorMap
     packing: Packing | None  # what packs the result into files; None: nothing does
     is_wanted: Callable[[str, Container[str]], bool]  # of a name and all names: whether the targets have the tensor

@@ -25,7 +25,7 @@ from reshard_mpi.planning.rank_choice import Replicas, is_partial_sum
 from reshard_mpi.planning.rank_plan import Limits, TensorPlan
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.runs.check_sums import are_recorded, one_by_one
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import unsharded
 from reshard_mpi.text import shortened
@@ -202,7 +202,7 @@ def committed_tensors(
         ]
         needs = commit.sums.__contains__
     else:
-        whole = Conversion(source, unsharded(), Policy(replicas=Replicas.ANY, allows_holes=True))
+        whole = Planner(source, unsharded(), Policy(replicas=Replicas.ANY, allows_holes=True))
         tensors = [*whole.plan(0, checked=False).tensors]
     names = {tensor.spec.name: None for tensor in tensors}
     for name in missing_from(names, commit):

@@ -29,7 +29,7 @@ from reshard_mpi.mapping.rules import TYPES, Rules
 from reshard_mpi.mapping.selection import Selection, TargetTemplate
 from reshard_mpi.planning.rank_choice import is_partial_sum
 from reshard_mpi.planning.rank_plan import RankPlan, TensorPlan
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Shape
@@ -137,7 +137,7 @@ def _like(path: str) -> TargetTemplate:
     """Read the names and shapes of a checkpoint."""
     files = discovery.find_shards(path, role="checkpoint that the target is to be like")
     source = open_source(files, None)
-    plan = Conversion(source, unsharded()).plan(0, checked=False)
+    plan = Planner(source, unsharded()).plan(0, checked=False)
     inventory = {spec.name: TensorType(spec.dtype, spec.global_shape) for spec in plan.tensors.specs}
     shapes = {name: kind.shape for name, kind in inventory.items()}
     nest = plan.strings.get(NEST)
@@ -299,22 +299,22 @@ def _warning(names: list[str], side: str) -> str:
     )
 
 
-def require_equal(conversion: Conversion, plan: RankPlan, mapped: MapResult) -> None:
+def require_equal(planner: Planner, plan: RankPlan, mapped: MapResult) -> None:
     """Raise MapError if tensors differ that the map takes for equal. plan: of the source as one full checkpoint."""
     places = plan.tensors.places if mapped.equal else {}
     for equal in mapped.equal:
         tensors = [tensor_at(plan, places[name]) for name in equal.names]
         for other in tensors[1:]:
-            _require_same(conversion, tensors[0], other, equal)
+            _require_same(planner, tensors[0], other, equal)
 
 
-def _require_same(conversion: Conversion, first: TensorPlan, other: TensorPlan, equal: Equal) -> None:
+def _require_same(planner: Planner, first: TensorPlan, other: TensorPlan, equal: Equal) -> None:
     if (first.spec.dtype, first.spec.global_shape) != (other.spec.dtype, other.spec.global_shape):
         element = None
     else:
-        conversion.before_gathering()
+        planner.before_gathering()
         with Files() as files:
-            element = first_difference_of_tensors(files, first, other, conversion.limits)
+            element = first_difference_of_tensors(files, first, other, planner.limits)
         if element is None:
             return
     where = f"a difference at element {list(element)}" if element is not None else "other types or shapes"
@@ -322,25 +322,25 @@ def _require_same(conversion: Conversion, first: TensorPlan, other: TensorPlan, 
         "one tensor is taken for several, and they differ",
         expected=f"the same in {first.spec.name} and {other.spec.name}",
         got=where,
-        where=f"{conversion.source.files.path}, by {equal.where}",
+        where=f"{planner.source.files.path}, by {equal.where}",
         remedy="save them as one and the same, or give each an equation of its own",
     )
 
 
-def require_padding(conversion: Conversion, plan: RankPlan, mapped: MapResult) -> None:
+def require_padding(planner: Planner, plan: RankPlan, mapped: MapResult) -> None:
     """Raise MapError if padding that must be zero is not. plan: as for `require_equal`."""
     places = plan.tensors.places if mapped.pads else {}
     for pads in mapped.pads:
         if pads.are_dropped:
             continue
-        conversion.before_gathering()
+        planner.before_gathering()
         tensor = tensor_at(plan, places[pads.name])
         with Files() as files:
             for box in pads.boxes:
-                element = first_nonzero(files, tensor, box, conversion.limits)
+                element = first_nonzero(files, tensor, box, planner.limits)
                 if element is None:
                     continue
-                value = numbers(element_of(files, tensor, element, conversion.limits), tensor.spec.dtype)[0]
+                value = numbers(element_of(files, tensor, element, planner.limits), tensor.spec.dtype)[0]
                 if box == tensor.spec.box:
                     problem = f"{pads.name} is left out, and is not zero"
                     remedy = "leave zeros = true out of the entry of the map if it may be lost"
@@ -352,7 +352,7 @@ def require_padding(conversion: Conversion, plan: RankPlan, mapped: MapResult) -
                     problem,
                     expected=f"zeros in {box}, of all bits 0",
                     got=f"{value} at element {list(element)}",
-                    where=f"{conversion.source.files.path}, by {pads.where}",
+                    where=f"{planner.source.files.path}, by {pads.where}",
                     remedy=remedy,
                 )
 

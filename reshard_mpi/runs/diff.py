@@ -34,7 +34,7 @@ from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.maps_and_packing import both_through_map, readings_of_two
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt, raise_first_failure
-from reshard_mpi.runs.plan_conversion import LIMITS, Conversion
+from reshard_mpi.runs.planner import LIMITS, Planner
 from reshard_mpi.runs.process_memory import RunMemory, Workload
 from reshard_mpi.runs.progress import Progress, ProgressStage, SliceCounter
 from reshard_mpi.runs.request import Request, Strategies
@@ -153,32 +153,32 @@ def _planned(
     given = None if request.dst_strategy is None else read.target
     sources = open_source(first_files, read.source), open_source(second_files, given)
     policy = Policy(replicas=request.replicas, accumulated=request.accumulated)
-    as_they_are = Conversion(sources[0], unsharded(), policy), Conversion(sources[1], unsharded(), policy)
+    as_they_are = Planner(sources[0], unsharded(), policy), Planner(sources[1], unsharded(), policy)
     readings = readings_of_two(*sources)
-    conversions, require_some = both_through_map(request, *as_they_are, readings)
-    memory.free_with(*(conversion.forget for conversion in conversions))
+    planners, require_some = both_through_map(request, *as_they_are, readings)
+    memory.free_with(*(planner.forget for planner in planners))
     peak_bytes, plans = MEASURING_BYTES if in_numbers else 0, list[RankPlan]()
     warnings, notes_on_ranks = list[str](), list[str]()
-    for conversion, other in zip(conversions, reversed(sources)):
-        memory.reserve_for_planning(Workload(conversion, other.files.format, also_read=other), purpose)
-        drift = conversion.drifted_tensors(process=comm.rank, processes=comm.size)
-        warnings += [drift_warning(drift.copies)] if drift.copies else []
-        plans.append(conversion.plan(0, checked=False))
-        of_ranks = drift.unlisted
+    for planner, other in zip(planners, reversed(sources)):
+        memory.reserve_for_planning(Workload(planner, other.files.format, also_read=other), purpose)
+        findings = planner.sample_findings(process=comm.rank, processes=comm.size)
+        warnings += [drift_warning(findings.drifted)] if findings.drifted else []
+        plans.append(planner.plan(0, checked=False))
+        of_ranks = findings.unlisted
         if comm.rank == 0:
-            own = conversion if conversion.mapped is None else conversion.mapped.original
-            of_ranks += own.checked(own.plan(0, checked=False)).differing
-        found = difference_messages(of_ranks, conversion.source.files.path)
-        notes_on_ranks += [f"{conversion.source.files.path}: {note}" for note in found.notes]
-        warnings += [f"{conversion.source.files.path}: {warning}" for warning in found.warnings]
-        conversion.require_none_left_behind(plans[-1], ShardShare(comm.rank, comm.size))
-        peak_bytes += memory.require_possible(plans[-1]) + (comparing_bytes(LIMITS) if plans[-1].to_compare else 0)
-    require_some(_names(conversions, plans))
-    mapped = conversions[0].mapped
+            own = planner if planner.mapped is None else planner.mapped.original
+            of_ranks += own.with_facts_read(own.plan(0, checked=False)).differing
+        found = difference_messages(of_ranks, planner.source.files.path)
+        notes_on_ranks += [f"{planner.source.files.path}: {note}" for note in found.notes]
+        warnings += [f"{planner.source.files.path}: {warning}" for warning in found.warnings]
+        planner.require_none_left_behind(plans[-1], ShardShare(comm.rank, comm.size))
+        peak_bytes += memory.possible_peak_bytes(plans[-1]) + (comparing_bytes(LIMITS) if plans[-1].to_compare else 0)
+    require_some(_names(planners, plans))
+    mapped = planners[0].mapped
     if mapped is not None and comm.rank == 0:
         mapped.check_values()
     while not memory.reserve_peak(peak_bytes, purpose):
-        plans = [conversion.plan(0, checked=False) for conversion in conversions]
+        plans = [planner.plan(0, checked=False) for planner in planners]
     of_map = plans[0].notes if mapped is not None else ()
     notes_on_gradients = (
         f"{source.files.path}: {note}"
@@ -213,9 +213,9 @@ def _planned(
     return first, second, outcome
 
 
-def _names(conversions: Sequence[Conversion], plans: Sequence[RankPlan]) -> list[str]:
+def _names(planners: Sequence[Planner], plans: Sequence[RankPlan]) -> list[str]:
     """Return the names of all tensors of both, taken or not."""
-    left_out = (name for each in conversions if each.mapped is not None for name in each.mapped.left_out)
+    left_out = (name for each in planners if each.mapped is not None for name in each.mapped.left_out)
     return list(dict.fromkeys((*(spec.name for plan in plans for spec in plan.tensors.specs), *left_out)))
 
 

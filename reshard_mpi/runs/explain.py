@@ -15,7 +15,7 @@ from reshard_mpi.planning.source_tensors import SourceGroup
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.open_run import Run, open_for_planning
 from reshard_mpi.runs.outcome import Outcome, agreed
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, Words, complain
 from reshard_mpi.runs.request import Request
@@ -43,30 +43,28 @@ class TensorLineage(NamedTuple):
         return next((name for box, name in self.boxes if box.contains(region)), None)
 
 
-def origin_of(conversion: Conversion, name: str) -> TensorLineage:
+def origin_of(planner: Planner, name: str) -> TensorLineage:
     """Return the sources of the tensor `name` of a target."""
-    if conversion.mapped is None:
+    if planner.mapped is None:
         return TensorLineage((name,), "")
     from reshard_mpi.mapping.result import DerivedTensor
 
-    recipe = conversion.mapped.recipe(name)
+    recipe = planner.mapped.recipe(name)
     if not isinstance(recipe, DerivedTensor):
         return TensorLineage((), recipe.where if recipe is not None else "", ())
     boxes = tuple((pair.to, recipe.sources[pair.source]) for pair in recipe.assembly.pairs)
     return TensorLineage(tuple(dict.fromkeys(source for _, source in boxes)), recipe.where, boxes)
 
 
-def source_groups(conversion: Conversion, target_rank: int, names: tuple[str, ...]) -> Mapping[str, SourceGroup]:
+def source_groups(planner: Planner, target_rank: int, names: tuple[str, ...]) -> Mapping[str, SourceGroup]:
     """Return how the source holds the tensors that are read for a target."""
-    both = (
-        conversion.held(target_rank, names) if conversion.mapped is None else conversion.mapped.original.held(0, names)
-    )
+    both = planner.held(target_rank, names) if planner.mapped is None else planner.mapped.original.held(0, names)
     return {name: held.group for name, held in both.items()}
 
 
-def listed_pieces(conversion: Conversion, name: str) -> Mapping[Box, tuple[str, ...]] | None:
+def listed_pieces(planner: Planner, name: str) -> Mapping[Box, tuple[str, ...]] | None:
     """Return the pieces of a source tensor that an index lists, with the files that have each; None if none does."""
-    stored = conversion.source
+    stored = planner.source
     tensors = stored.manifest(0).tensors if stored.files.is_folder else None
     if not isinstance(tensors, ChunkedTensors):
         return None
@@ -111,37 +109,37 @@ def explained(request: Request, comm: Comm, name: str) -> tuple[str, Outcome] | 
 
 def _explained(request: Request, name: str, memory: RunMemory) -> tuple[str, Outcome]:
     run = open_for_planning(request, memory, most_planned=len(request.rank or ()) + 1)
-    conversion = run.conversion
-    first = _first_holder(conversion, name, request.rank or ())
-    both = conversion.held(first.target_rank, (name,))[name]
-    origin = origin_of(conversion, name)
-    targets = conversion.target.world_size
+    planner = run.planner
+    first = _first_holder(planner, name, request.rank or ())
+    both = planner.held(first.target_rank, (name,))[name]
+    origin = origin_of(planner, name)
+    targets = planner.target.world_size
     size_bytes = math.prod(both.layout.shape) * both.group.dtype.itemsize_bytes
     lines = [f"{name}: {both.group.dtype} {list(both.layout.shape)}, {format_bytes(size_bytes)}"]
-    lines += ["", f"source: {request.source}: {conversion.source.summary_text}"]
+    lines += ["", f"source: {request.source}: {planner.source.summary_text}"]
     lines += [f"  {line}" for line in _source_lines(run, first.target_rank, origin)]
     lines += ["", f"target: {request.target}: {formats.title(run.format)}, {counted(targets, 'rank')}"]
     lines += [f"  {line}" for line in _target_lines(run, name, both.layout, _shapes(first))]
     outcomes = [Outcome.of(first)]
     for rank in run.targets if request.rank is not None else (first.target_rank,):
-        plan = first if rank == first.target_rank else conversion.plan(rank, checked=False)
+        plan = first if rank == first.target_rank else planner.plan(rank, checked=False)
         outcomes.append(Outcome.of(plan))
         lines += ["", *_rank_lines(run, plan, name, origin)]
     if request.rank is None and targets > 1:
         lines += ["", f"--rank R explains the other target ranks, 0 to {targets - 1}"]
-    return "\n".join(map(one_line, lines)), Outcome.begun(conversion).joined(outcomes)
+    return "\n".join(map(one_line, lines)), Outcome.begun(planner).joined(outcomes)
 
 
-def _first_holder(conversion: Conversion, name: str, ranks: Sequence[int]) -> RankPlan:
+def _first_holder(planner: Planner, name: str, ranks: Sequence[int]) -> RankPlan:
     """Return the plan of a target that holds a tensor: of one of `ranks`, if any of them does."""
     every_name: dict[str, None] = {}
-    for rank in dict.fromkeys((*ranks, *likely_holders(conversion.target, name))):
-        plan = conversion.plan(rank, checked=False)
-        if conversion.held(rank, (name,)):
+    for rank in dict.fromkeys((*ranks, *likely_holders(planner.target, name))):
+        plan = planner.plan(rank, checked=False)
+        if planner.held(rank, (name,)):
             return plan
         every_name |= dict.fromkeys(held for group in plan.tensors.groups for held in group.names)
-    if conversion.mapped is not None and name in _shapes(conversion.mapped.original.plan(0, checked=False)):
-        becomes = [other for other in every_name if name in origin_of(conversion, other).sources]
+    if planner.mapped is not None and name in _shapes(planner.mapped.original.plan(0, checked=False)):
+        becomes = [other for other in every_name if name in origin_of(planner, other).sources]
         raise UsageError(
             f"{name!r} is a tensor of the source",
             expected=f"one of the target, such as {shortened(becomes)}" if becomes else "one of the target",
@@ -156,17 +154,17 @@ def _shapes(plan: RankPlan) -> dict[str, Shape]:
 
 def _source_lines(run: Run, target_rank: int, origin: TensorLineage) -> Iterator[str]:
     """Yield how the source holds the sources of a tensor."""
-    conversion, request = run.conversion, run.request
-    stored = conversion.source
+    planner, request = run.planner, run.request
+    stored = planner.source
     if origin.by:
         made_of = f"made of {shortened(origin.sources)}" if origin.sources else "made up"
         yield f"{made_of}, by {origin.by}"
     shapes: Mapping[str, Shape] = {}
     if stored.strategy.world_size > 1:
-        mapped = conversion.mapped
-        plan = conversion.plan(target_rank, checked=False) if mapped is None else mapped.original.plan(0, checked=False)
+        mapped = planner.mapped
+        plan = planner.plan(target_rank, checked=False) if mapped is None else mapped.original.plan(0, checked=False)
         shapes = _shapes(plan)
-    groups = source_groups(conversion, target_rank, origin.sources[:_MOST_SOURCES])
+    groups = source_groups(planner, target_rank, origin.sources[:_MOST_SOURCES])
     for name, group in groups.items():
         about = f"{name}: {group.dtype} {list(group.shape)}, " if len(origin.sources) > 1 or origin.by else ""
         if stored.files.is_folder:
@@ -188,14 +186,14 @@ def _source_lines(run: Run, target_rank: int, origin: TensorLineage) -> Iterator
 
 def _target_lines(run: Run, name: str, layout: Layout, shapes: Mapping[str, Shape]) -> Iterator[str]:
     """Yield how the target holds a tensor, and what says so."""
-    target, request = run.conversion.target, run.request
+    target, request = run.planner.target, run.request
     if request.dst_strategy is None:
         if target.world_size == 1:
             yield "whole, in one full checkpoint, since there is no --dst-strategy"
         else:
             yield "whole, in one of the files that are filled up to a size"
         return
-    follows = run.conversion.policy.unlisted is Unlisted.FOLLOW
+    follows = run.planner.policy.unlisted is Unlisted.FOLLOW
     where = _entry(target, name, shapes if follows else None, request.dst_strategy)
     if where is None:
         yield f"whole on every rank, since the target's strategy does not list it (--unlisted {request.unlisted})"
@@ -238,7 +236,7 @@ def _layout_lines(layout: Layout, strategy: Strategy) -> Iterator[str]:
     if strategy.stages > 1:
         stages = f" of stage{'s' if len(placement.stages) > 1 else ''} {number_ranges(placement.stages)}"
     if not placement.is_cut:
-        yield f"not cut: whole on {counted(placement.copies, 'rank')}{stages}"
+        yield f"not cut: whole on {counted(placement.replicas, 'rank')}{stages}"
         return
     mesh = ", ".join(f"{_axis(axis, strategy)}={length}" for axis, length in enumerate(placement.mesh))
     sizes = dict(placement.sizes)
@@ -252,7 +250,7 @@ def _layout_lines(layout: Layout, strategy: Strategy) -> Iterator[str]:
         of_each = "each of these is cut along dimension 0" if is_cut_before else "dimension 0 is cut"
         yield f"{of_each} into {placement.optimizer} by the optimizer (mesh {mesh})"
     pieces = math.prod(placement.cuts(dim) for dim in range(len(layout.shape)))
-    yield f"{pieces} pieces, each on {counted(placement.copies, 'rank')}{stages}"
+    yield f"{pieces} pieces, each on {counted(placement.replicas, 'rank')}{stages}"
 
 
 def _axis(axis: int, strategy: Strategy) -> str:
@@ -262,9 +260,9 @@ def _axis(axis: int, strategy: Strategy) -> str:
 
 def _rank_lines(run: Run, plan: RankPlan, name: str, origin: TensorLineage) -> Iterator[str]:
     """Yield the boxes of a tensor in a target, and their sources."""
-    rank, target = plan.target_rank, run.conversion.target
+    rank, target = plan.target_rank, run.planner.target
     stage = f" (stage {target.stage_of(rank)})" if target.stages > 1 else ""
-    both = run.conversion.held(rank, (name,)).get(name)
+    both = run.planner.held(rank, (name,)).get(name)
     if both is None:
         yield f"target rank {rank}{stage}: does not hold it"
         return
@@ -293,7 +291,7 @@ def _copy_lines(run: Run, copy: Copy, origin: TensorLineage) -> Iterator[str]:
         return
     source = origin.source_of(copy.target_region)
     of_source = f" of {source}" if source is not None and origin.boxes is not None else ""  # a map may rename it
-    stored = run.conversion.source
+    stored = run.planner.source
     holder = "a piece" if stored.files.is_folder else f"source rank {copy.source_rank}"
     moved = "" if copy.to is None and not of_source else f" as {copy.region}{of_source}"
     turned = "" if copy.order is None else f", its dimensions in the order {list(copy.order)}"

@@ -30,26 +30,26 @@ from reshard_mpi.planning.shared_facts import OWN
 from reshard_mpi.planning.source_flaws import MissingRanks, UnusableShard
 from reshard_mpi.runs.apply_maps import MapsOutcome, SourceMaps, notes_of_nest, notes_of_tensors, origins
 from reshard_mpi.runs.check_maps import TensorMap, require_equal, require_padding, target_warnings
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.sharding.strategy import Strategy, Unlisted, unsharded
 
 if TYPE_CHECKING:
     from reshard_mpi.runs.maps_and_packing import Packing
 
 
-def conversion_through(tensor_map: TensorMap, conversion: Conversion, packing: Packing | None = None) -> Conversion:
-    """Return the conversion of the source through a map.
+def planner_through(tensor_map: TensorMap, planner: Planner, packing: Packing | None = None) -> Planner:
+    """Return a planner of targets from the source as a map makes it.
 
     Args:
         packing: what packs the map's result into files; the targets are these then.
     """
-    source = conversion.source
-    policy = conversion.policy._replace(unlisted=Unlisted.FOLLOW, allows_holes=True)
-    original = Conversion(source, unsharded(), policy)
-    is_rank_by_rank = conversion.target.world_size == source.strategy.world_size > 1
-    maps = SourceMaps(original, tensor_map, packing, conversion.is_wanted, is_rank_by_rank)
+    source = planner.source
+    policy = planner.policy._replace(unlisted=Unlisted.FOLLOW, allows_holes=True)
+    original = Planner(source, unsharded(), policy)
+    is_rank_by_rank = planner.target.world_size == source.strategy.world_size > 1
+    maps = SourceMaps(original, tensor_map, packing, planner.is_wanted, is_rank_by_rank)
     mapped = MappedCheckpoint(source.files, unsharded(source.files.path), maps)
-    return conversion.changed(mapped=mapped)
+    return planner.changed(mapped=mapped)
 
 
 class MappedCheckpoint(SourceCheckpoint):
@@ -85,9 +85,9 @@ class MappedCheckpoint(SourceCheckpoint):
         return self.original.source.lost(rank)
 
     @property
-    def extent(self) -> ShardStats:
+    def stats(self) -> ShardStats:
         """The sizes of shards and of the map's result; boxes of equations count as tensors, which are as large."""
-        own, outcome = self.original.source.extent, self._made
+        own, outcome = self.original.source.stats, self._made
         if outcome is None:
             return own
         first, *others = (step.mapped.made for step in outcome.steps)
@@ -206,11 +206,11 @@ class MappedCheckpoint(SourceCheckpoint):
         """Return a target's plan with what planning the checkpoint as it is has shown.
 
         Args:
-            checked: as in `Conversion.plan`; what is checked is checked by the first call.
+            checked: as in `Planner.plan`; what is checked is checked by the first call.
         """
         if checked and not self._is_checked:
             outcome = self._opened()
-            whole = self.original.checked(outcome.plan)
+            whole = self.original.with_facts_read(outcome.plan)
             self.check_values()
             self._require_nobodys_own(outcome, whole)
             self._made, self._is_checked = outcome._replace(plan=whole), True

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from reshard_mpi.journal.run_records import RunIdentity
     from reshard_mpi.mapping.selection import Selection
     from reshard_mpi.runs.check_maps import TensorMap
-    from reshard_mpi.runs.plan_conversion import Conversion
+    from reshard_mpi.runs.planner import Planner
 
 
 class Packing(NamedTuple):
@@ -97,18 +97,16 @@ def model_alone_of(request: Request, source: SourceCheckpoint, format_name: str)
     return Packing(lambda kinds, strings, _: model_alone(kinds, strings), by_file=False)
 
 
-def apply_map(
-    request: Request, conversion: Conversion, packing: Packing | None = None
-) -> tuple[Conversion, Mapping[str, str]]:
-    """Return the conversion through the request's maps, and digests of all files that decide its result.
+def apply_map(request: Request, planner: Planner, packing: Packing | None = None) -> tuple[Planner, Mapping[str, str]]:
+    """Return a planner of the targets through the request's maps, and digests of all files that decide its result.
 
-    The same conversion if the request leaves all tensors as they are. Raises MapError
-    if the map cannot be read, UsageError for options that do not belong together.
+    It is the given one if the request leaves all tensors as they are. Raises MapError if the map cannot be read,
+    UsageError for options that do not belong together.
 
     Args:
         packing: what packs the result into files, if the target's format does.
     """
-    if request.config and not request.map and not conversion.source.is_told_by_config:
+    if request.config and not request.map and not planner.source.is_told_by_config:
         raise UsageError(
             "--config belongs to a map, or to a checkpoint that is quantized",
             expected="--map as well, or a configuration with quantization_config",
@@ -116,12 +114,12 @@ def apply_map(
             where=request.config,
         )
     if not request.is_mapped and packing is None:
-        return conversion, {}
+        return planner, {}
     from reshard_mpi.runs.check_maps import TensorMap
-    from reshard_mpi.runs.mapped_source import conversion_through
+    from reshard_mpi.runs.mapped_source import planner_through
 
     tensor_map = TensorMap.read(request)
-    return conversion_through(tensor_map, conversion, packing), tensor_map.digests
+    return planner_through(tensor_map, planner, packing), tensor_map.digests
 
 
 def readings_of_two(first: SourceCheckpoint, second: SourceCheckpoint) -> tuple[Packing | None, Packing | None]:
@@ -134,9 +132,9 @@ def readings_of_two(first: SourceCheckpoint, second: SourceCheckpoint) -> tuple[
 
 
 def both_through_map(
-    request: Request, first: Conversion, second: Conversion, readings: tuple[Packing | None, Packing | None]
-) -> tuple[tuple[Conversion, Conversion], Callable[[Collection[str]], None]]:
-    """Return the conversions of two checkpoints to compare: the first through the map, both with the selection.
+    request: Request, first: Planner, second: Planner, readings: tuple[Packing | None, Packing | None]
+) -> tuple[tuple[Planner, Planner], Callable[[Collection[str]], None]]:
+    """Return the planners of two checkpoints to compare: the first through the map, both with the selection.
 
     Also returns a function that takes the names of both and raises MapError if a glob matches none, or nothing is left.
 
@@ -147,15 +145,15 @@ def both_through_map(
         return (first, second), lambda _: None
     from reshard_mpi.mapping.selection import require_any
     from reshard_mpi.runs.check_maps import TensorMap
-    from reshard_mpi.runs.mapped_source import conversion_through
+    from reshard_mpi.runs.mapped_source import planner_through
 
     tensor_map = TensorMap.read(request)
     of_both = tensor_map.of_two_checkpoints()
 
-    def through(own: TensorMap, conversion: Conversion, reading: Packing | None) -> Conversion:
+    def through(own: TensorMap, planner: Planner, reading: Packing | None) -> Planner:
         if reading is None:
-            return conversion_through(own, conversion)
-        return conversion_through(own.without_choice(), conversion, _chosen(reading, own.choice))
+            return planner_through(own, planner)
+        return planner_through(own.without_choice(), planner, _chosen(reading, own.choice))
 
     if request.is_mapped or readings[0]:
         first = through(of_both, first, readings[0])

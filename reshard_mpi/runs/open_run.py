@@ -19,7 +19,7 @@ from reshard_mpi.planning.rank_choice import Accumulated, Replicas, check_target
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.runs.check_places import refuse_overlap, refuse_posing, refuse_replacing
 from reshard_mpi.runs.maps_and_packing import apply_map, packing_of, require_target_options
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.runs.process_memory import RunMemory, Workload
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.scheduling import are_even, assign, target_weights
@@ -28,6 +28,7 @@ from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy import Strategy
 
 if TYPE_CHECKING:
+    from reshard_mpi.checkpoints.source import SourceCheckpoint
     from reshard_mpi.journal.publication import SharedIndex
     from reshard_mpi.journal.target_folders import Unrecorded
     from reshard_mpi.processes.comm import Comm
@@ -41,7 +42,7 @@ class Run(NamedTuple):
     """A run that has been opened: source and strategies have been read, and the targets are known."""
 
     request: Request
-    conversion: Conversion
+    planner: Planner
     format: str
     targets: tuple[int, ...]
     strategies: Strategies
@@ -63,15 +64,15 @@ class Run(NamedTuple):
             notes.append(f"{target} is a folder, in which the targets are written: {self.path(self.targets[0])}")
         return tuple(notes)
 
-    def journal(self) -> Journal | Unrecorded:
+    def make_journal(self) -> Journal | Unrecorded:
         """Return the journal, which keeps the state of this run in the target folder."""
         request = self.request
         if not request.recorded:
             from reshard_mpi.journal.target_folders import Unrecorded
 
-            return Unrecorded(Path(request.target))
+            return Unrecorded(Path(request.target), self._shared_index)
         identity, resume, overwrite = self._identity(), request.resume, request.overwrite
-        target = self.conversion.placed_target
+        target = self.planner.placed_target
         table_of_targets = partial(strategy_table.dumps, target) if self.records_strategy else None
         folder, state = Path(request.target), {"resume": resume, "overwrite": overwrite}
         if not is_object_path(folder):
@@ -96,10 +97,9 @@ class Run(NamedTuple):
         """Return by process what tells the hosts apart whose processes may fill a target together."""
         return range(comm.size) if is_object_path(self.request.target) else comm.hosts
 
-    @property
-    def shared_index(self) -> SharedIndex | None:
+    def _shared_index(self) -> SharedIndex | None:
         """The index of the files that the request names; None if it names none."""
-        files, source = self.request.files, self.conversion.source.files
+        files, source = self.request.files, self.planner.source.files
         if files is None:
             return None
         from reshard_mpi.journal.publication import SharedIndex
@@ -114,7 +114,7 @@ class Run(NamedTuple):
     @property
     def records_strategy(self) -> bool:
         """Whether the run records how its targets are cut: there are several, and no index lists their contents."""
-        return self.conversion.target.world_size > 1 and formats.folder_by_name(self.format) is None
+        return self.planner.target.world_size > 1 and formats.folder_by_name(self.format) is None
 
     def _identity(self) -> RunIdentity:
         request = self.request
@@ -125,19 +125,19 @@ class Run(NamedTuple):
         if request.select is not None:
             files[CHOSEN] = request.select
         traits = formats.info(self.format)
-        source = self.conversion.source.files.path  # of several moments that lie there the one that was chosen
+        source = self.planner.source.files.path  # of several moments that lie there the one that was chosen
         facts = {
             "source": str(real_path(source)),
             "src_strategy": self.strategies.source_digest,
             "dst_strategy": self.strategies.target_digest,
-            CHOSEN: chosen_files(self.conversion.source.files),
+            CHOSEN: chosen_files(self.planner.source.files),
             "prefix": request.prefix,
             "to": self.format,
             "unlisted": str(request.unlisted),
             "strict": request.strict,
             "crc": request.crc,
             "sums_in_shards": request.verify and traits.keeps_sums,
-            "target_ranks": self.conversion.target.world_size,
+            "target_ranks": self.planner.target.world_size,
         }
         # These are left out where they say nothing, as in the records of versions that did not have them.
         optional = {
@@ -156,7 +156,7 @@ class Run(NamedTuple):
             "dtype": joined_words(request.dtype),
             "include": joined_words(request.include),
             "exclude": joined_words(request.exclude),
-            "quantization": self.conversion.source.quantization_digest,
+            "quantization": self.planner.source.quantization_digest,
         }
         return RunIdentity({**facts, **{name: value for name, value in optional.items() if value}}, files)
 
@@ -184,9 +184,8 @@ def open_run(
 
     Raises a ReshardError for what is wrong with the request, its files, or both together.
     """
-    purpose = (
-        f"planning {request.target} from {request.source}" if request.target else f"planning from {request.source}"
-    )
+    to = f"{request.target} " if request.target else ""
+    purpose = f"planning {to}from {request.source}"
     memory.reserve_for_reading(request, strategies, purpose)
     read = strategies or Strategies.read(request)
     if request.files is not None:
@@ -196,57 +195,70 @@ def open_run(
     shards = request.shard_files()
     name = _target_format(request, shards.format)
     traits = formats.info(name)
-    # Only some of millions of targets are looked at, and only later where it is not known yet how many there are.
-    is_sampled = request.part is not None or traits.split_by_size or traits.packs
-    if not is_sampled:
+    # With --part, or where packing decides how many targets there are, places are checked once the targets are known.
+    is_checked_later = request.part is not None or traits.split_by_size or traits.packs
+    if not is_checked_later:
         ranks = request.rank if request.rank is not None else range(read.target.world_size)
         _require_possible_places(request, shards, name, ranks, read.target)
     memory.reserve_for_reading(request, strategies, purpose, shards.format)
     source = open_source(shards, read.source, known_damage)
-    source_commit: CommittedSums | None = None
-    if request.verify:
-        from reshard_mpi.runs.check_commit import commit_of, is_to_be_held
-
-        commit = commit_of(source.files)
-        source.files = source.files._replace(warnings=(*source.files.warnings, *commit.warnings))
-        source_commit = commit if is_to_be_held(commit, source.files) else None
-    # One copy of a tensor does not stand for others whose shards have no records.
+    source_commit = _noted_commit(source) if request.verify else None
+    # The commit has a sum of each whole tensor, not of each shard, so replicas must be compared in full.
     replicas = request.replicas if source_commit is None else Replicas.CHECK
-    conversion = Conversion(
+    planner = _as_they_are(request, source, read.target, traits, replicas)
+    planner, map_digests = apply_map(request, planner, packing_of(request, source, name))
+
+    def reserve_to_plan(planner: Planner, targets: int) -> None:
+        streamed = is_streamed(request, name)
+        memory.reserve_for_planning(Workload(planner, name, targets, request.verify, is_streamed=streamed), purpose)
+
+    if traits.split_by_size or (traits.packs and planner.mapped is not None):
+        reserve_to_plan(planner, 1)
+        planner, request = _into_files(request, planner, traits)
+        read = read._replace(target=planner.target)
+    targets = chosen_targets(request, planner)
+    if is_checked_later:
+        _require_possible_places(request, shards, name, targets, read.target)
+    _require_writable(request, name)
+    memory.free_with(planner.forget)
+    reserve_to_plan(planner, len(targets) if most_planned is None else most_planned)
+    planner.require_fitting_strategies()
+    return Run(request, planner, name, targets, read, map_digests, source_commit)
+
+
+def _noted_commit(source: SourceCheckpoint) -> CommittedSums | None:
+    """Return the commit that a source is to be held against, if any; its warnings are added to the source."""
+    from reshard_mpi.runs.check_commit import commit_of, is_to_be_held
+
+    commit = commit_of(source.files)
+    source.files = source.files._replace(warnings=(*source.files.warnings, *commit.warnings))
+    return commit if is_to_be_held(commit, source.files) else None
+
+
+def _as_they_are(
+    request: Request, source: SourceCheckpoint, target: Strategy, traits: formats.FormatInfo, replicas: Replicas
+) -> Planner:
+    """Return the planner of targets from the tensors of the source as they are."""
+    return Planner(
         source,
-        read.target,
+        target,
         Policy(request.unlisted, request.strict, replicas, request.accumulated),
         keeps_strings=traits.keeps_strings,
         keeps_strategy=traits.describes_itself,
         is_one_checkpoint=traits.is_folder,
         new_names=None if request.files is None else request.files.new_names,
     )
-    packing = packing_of(request, conversion.source, name)
-    conversion, map_digests = apply_map(request, conversion, packing)
 
-    def reserve_to_plan(targets: int) -> None:
-        streamed = is_streamed(request, name)
-        memory.reserve_for_planning(Workload(conversion, name, targets, request.verify, is_streamed=streamed), purpose)
 
-    if conversion.mapped is not None and traits.packs:
-        reserve_to_plan(1)
-        packed = conversion.mapped.packed
-        request = request._replace(prefix=packed.prefix)
-        read = read._replace(target=Strategy(len(packed.files), 1, {}))  # which file has what is known
-        conversion = conversion.changed(target=read.target)
+def _into_files(request: Request, planner: Planner, traits: formats.FormatInfo) -> tuple[Planner, Request]:
+    """Return a planner of the files that targets are packed into, or that are filled up to a size; and the request."""
     if traits.split_by_size:
-        reserve_to_plan(1)
-        whole = conversion.plan(0, checked=False).tensors.specs
-        read = read._replace(target=strategy_of(filled_files(whole, request.most_file_bytes)))
-        conversion = conversion.changed(target=read.target)
-    targets = chosen_targets(request, conversion)
-    if is_sampled:
-        _require_possible_places(request, shards, name, targets, read.target)
-    _require_writable(request, name)
-    memory.free_with(conversion.forget)
-    reserve_to_plan(len(targets) if most_planned is None else most_planned)
-    conversion.require_fitting_strategies()
-    return Run(request, conversion, name, targets, read, map_digests, source_commit)
+        whole = planner.plan(0, checked=False).tensors.specs
+        return planner.changed(target=strategy_of(filled_files(whole, request.most_file_bytes))), request
+    assert planner.mapped is not None
+    packed = planner.mapped.packed
+    target = Strategy(len(packed.files), 1, {})  # which file has what is known
+    return planner.changed(target=target), request._replace(prefix=packed.prefix)
 
 
 def open_for_planning(request: Request, memory: RunMemory, *, most_planned: int) -> Run:
@@ -361,12 +373,12 @@ def _target_file(request: Request, format_name: str, target_rank: int, targets: 
     return Path(request.target, formats.target_file(format_name, target_rank, targets, request.prefix))
 
 
-def chosen_targets(request: Request, conversion: Conversion) -> tuple[int, ...]:
+def chosen_targets(request: Request, planner: Planner) -> tuple[int, ...]:
     """Return the target ranks that the request names, or that make up its part; all if it says nothing of them.
 
     Raises UsageError if there is no such rank.
     """
-    target = conversion.target
+    target = planner.target
     if request.rank is not None:
         for rank in request.rank:
             check_target_rank(rank, target)
@@ -379,7 +391,7 @@ def chosen_targets(request: Request, conversion: Conversion) -> tuple[int, ...]:
         return tuple(all_ranks[share : share + 1])
     if are_even(target):
         return tuple(all_ranks[share::shares])  # as `assign` deals out equal targets
-    return tuple(sorted(assign(target_weights(conversion, all_ranks), range(shares))[share]))
+    return tuple(sorted(assign(target_weights(planner, all_ranks), range(shares))[share]))
 
 
 def filled_files(specs: Specs, most_bytes: int) -> list[list[str]]:

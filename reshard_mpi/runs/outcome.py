@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from reshard_mpi.pictures.pages import TensorNorm
     from reshard_mpi.planning.rank_plan import RankPlan
     from reshard_mpi.processes.comm import Comm
-    from reshard_mpi.runs.plan_conversion import Conversion
+    from reshard_mpi.runs.planner import Planner
     from reshard_mpi.runs.value_comparison import ValueComparison
     from reshard_mpi.soundness.findings import Finding
 
@@ -114,11 +114,11 @@ class Outcome(NamedTuple):
     norms: tuple[TensorNorm, ...] = ()  # of the tensors, if an audit was to return them
 
     @classmethod
-    def begun(cls, conversion: Conversion, notes: tuple[str, ...] = ()) -> Outcome:
+    def begun(cls, planner: Planner, notes: tuple[str, ...] = ()) -> Outcome:
         """Return an outcome with the notes and warnings on what has been opened, and these `notes`."""
-        source = conversion.source
+        source = planner.source
         return cls(
-            notes=(*conversion.notes, *notes),
+            notes=(*planner.notes, *notes),
             modified=source.files.modified,
             other_warnings=source.files.warnings,
             missing=source.missing,
@@ -266,8 +266,8 @@ T = TypeVar("T")
 EXPECTED = (ReshardError, OSError, MemoryError)
 
 
-def record_of(kind: Callable[[Outcome], T], value: T | Outcome) -> T:
-    """Return `value` as a record of `kind`; an outcome, of a process that failed or died, as a record of that alone."""
+def report_of(kind: Callable[[Outcome], T], value: T | Outcome) -> T:
+    """Return `value` as a report of `kind`; an outcome, of a process that failed or died, as a report of that alone."""
     return kind(value) if isinstance(value, Outcome) else value
 
 

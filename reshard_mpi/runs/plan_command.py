@@ -15,7 +15,7 @@ from reshard_mpi.planning.source_flaws import warnings_of
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.open_run import Run
 from reshard_mpi.runs.outcome import Outcome, together
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request
@@ -177,13 +177,13 @@ def plan_targets(
         plans, planned = checked_plans(make, comm, memory, progress)
         outcome = compare_sources(plans, planned, comm, memory, progress)
         summaries = [summary for share in together(comm, lambda: listing.summaries) for summary in share]
-        conversion = plans.run.conversion
+        planner = plans.run.planner
         lines: Iterable[str] = ()
         if lists_tensors:
-            lines = _tensor_lines(together(comm, lambda: listing.tensors), dict(_origins(conversion)))
-        rules = rules_of_source(conversion, listing.summaries[0].rank if listing.summaries else None)
+            lines = _tensor_lines(together(comm, lambda: listing.tensors), dict(_origins(planner)))
+        rules = rules_of_source(planner, listing.summaries[0].rank if listing.summaries else None)
         summaries.sort(key=lambda summary: summary.rank)
-        return Plan(tuple(summaries), conversion.source.summary_text, tuple(lines), rules), outcome
+        return Plan(tuple(summaries), planner.source.summary_text, tuple(lines), rules), outcome
 
 
 class _TargetTensor(NamedTuple):
@@ -212,7 +212,7 @@ class _Listing:
     def add(self, run: Run, plan: RankPlan, peak_bytes: int) -> None:
         """Add a target. All targets of a stage have the same tensors, unless they share them out."""
         self.summaries.append(RankSummary.of(plan, peak_bytes))
-        are_shared_out = run.conversion.is_one_checkpoint or formats.info(run.format).split_by_size
+        are_shared_out = run.planner.is_one_checkpoint or formats.info(run.format).split_by_size
         if self._lists_tensors and (are_shared_out or plan.stage not in self._listed_stages):
             self._listed_stages.add(plan.stage)
             for name, tensor in _listed_tensors(plan).items():
@@ -245,32 +245,30 @@ def _tensor_lines(shares: Iterable[Mapping[str, _TargetTensor]], origins: Mappin
     yield from (f"{name}: {origin}" for name, origin in origins.items() if name not in tensors and origin == LEFT_OUT)
 
 
-def _origins(conversion: Conversion) -> Iterator[tuple[str, str]]:
+def _origins(planner: Planner) -> Iterator[tuple[str, str]]:
     """Yield names of tensors of the targets with their sources, where these are not the tensors of that name."""
-    source = conversion.source
-    if conversion.mapped is not None:
-        yield from conversion.mapped.origins()
-    elif conversion.policy.accumulated is not Accumulated.REFUSE:
+    source = planner.source
+    if planner.mapped is not None:
+        yield from planner.mapped.origins()
+    elif planner.policy.accumulated is not Accumulated.REFUSE:
         for rank in source.stage_ranks().values():
             for name in filter(is_partial_sum, source.manifest(rank).tensors):
-                yield name, f"the {conversion.policy.accumulated} of its replicas"
+                yield name, f"the {planner.policy.accumulated} of its replicas"
 
 
-def rules_of_source(conversion: Conversion, target_rank: int | None) -> tuple[ShownRule, ...]:
+def rules_of_source(planner: Planner, target_rank: int | None) -> tuple[ShownRule, ...]:
     """Return, for each rule of the source's spec that cuts, its effect on one tensor.
 
     Args:
         target_rank: one that has been planned; None: none has.
     """
-    shapes, source = {}, conversion.source
+    shapes, source = {}, planner.source
     for name, ranks in source.rule_names().items():
         rank = next(iter(ranks.values()))
         shapes[name] = rank, source.manifest(rank).tensors[name].shape
     wholes: dict[str, Shape] = {}
     if any(placement.ceil for _, placement in source.strategy.rules):
-        planned, opened_rank = (
-            (conversion, target_rank) if conversion.mapped is None else (conversion.mapped.original, 0)
-        )
+        planned, opened_rank = (planner, target_rank) if planner.mapped is None else (planner.mapped.original, 0)
         both = {} if opened_rank is None else planned.held(opened_rank, shapes)
         wholes = {name: held.group.shape for name, held in both.items()}
     return tuple(shown_rules(source.strategy, shapes, wholes))

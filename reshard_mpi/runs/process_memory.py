@@ -21,7 +21,7 @@ from reshard_mpi.planning.rank_plan import Group, RankPlan, TensorPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor import Allowance, Governor
 from reshard_mpi.processes.leases import MPI_BYTES, WORKER_BYTES, ProcessLease
-from reshard_mpi.runs.plan_conversion import LIMITS, Conversion
+from reshard_mpi.runs.planner import LIMITS, Planner
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import KIB, MIB
@@ -102,7 +102,7 @@ def checking_bytes(source_format: str, summing: Summing) -> int:
 class Workload(NamedTuple):
     """What one process plans, and then writes or compares."""
 
-    conversion: Conversion  # with at least one shard read
+    planner: Planner  # with at least one shard read
     target_format: str
     targets: int = 1  # the most that are planned
     verify: bool = False  # whether targets are compared with their sources afterwards
@@ -126,10 +126,10 @@ class Projection(NamedTuple):
     @classmethod
     def of(cls, work: Workload) -> Projection:
         """Return the projection of a process's work."""
-        conversion, target_format, targets, verify, also_read, is_streamed = work
-        source, target = conversion.planned_source, conversion.target
+        planner, target_format, targets, verify, also_read, is_streamed = work
+        source, target = planner.planned_source, planner.target
         source_form, target_form = formats.info(source.files.format), formats.info(target_format)
-        per_shard, has_numpy = source.extent.tensors, not source.extent.is_as_stored
+        per_shard, has_numpy = source.stats.tensors, not source.stats.is_as_stored
         known_bytes = _known_bytes(per_shard, source)
         # Plans keep the names in their shards. If all shards have the same names, these are kept anyway.
         plan_bytes = _KEPT_PLAN_BYTES + (KEPT_TENSOR_BYTES if source.strategy.stages > 1 else 0)
@@ -137,22 +137,22 @@ class Projection(NamedTuple):
         parameters = max(len(source.strategy.parameters), len(target.parameters))
         base_bytes = INTERPRETER_BYTES + _loaded_bytes() + (_NUMPY_BYTES if has_numpy else 0)
         base_bytes += parameters * _PARAMETER_BYTES
-        base_bytes += per_shard * _MAPPED_BYTES if conversion.mapped is not None else 0
-        base_bytes += source.extent.pieces * _LISTED_PIECE_BYTES
-        base_bytes += known_bytes + kept_bytes + per_shard * _PLANNED_SHARD_BYTES + source.extent.kinds * _KIND_BYTES
-        if not source.extent.is_native:
+        base_bytes += per_shard * _MAPPED_BYTES if planner.mapped is not None else 0
+        base_bytes += source.stats.pieces * _LISTED_PIECE_BYTES
+        base_bytes += known_bytes + kept_bytes + per_shard * _PLANNED_SHARD_BYTES + source.stats.kinds * _KIND_BYTES
+        if not source.stats.is_native:
             base_bytes += _child_bytes(source_form, per_shard)
-        planning_bytes = base_bytes + max(per_shard * source_form.read_tensor_bytes, source.extent.decoding_bytes)
+        planning_bytes = base_bytes + max(per_shard * source_form.read_tensor_bytes, source.stats.decoding_bytes)
         if also_read is not None:
-            extent = also_read.extent
-            base_bytes += _known_bytes(extent.tensors, also_read)
-            if not extent.is_native:
-                base_bytes += _child_bytes(target_form, extent.tensors)
-                if not source.extent.is_native:
+            stats = also_read.stats
+            base_bytes += _known_bytes(stats.tensors, also_read)
+            if not stats.is_native:
+                base_bytes += _child_bytes(target_form, stats.tensors)
+                if not source.stats.is_native:
                     base_bytes -= min(source_form.child_bytes, target_form.child_bytes)  # one child reads both
-            if not extent.is_as_stored and not has_numpy:
+            if not stats.is_as_stored and not has_numpy:
                 base_bytes, has_numpy = base_bytes + _NUMPY_BYTES, True
-            return cls(planning_bytes, base_bytes, _SUM_BYTES, True, has_numpy, extent.decoding_bytes, writes=False)
+            return cls(planning_bytes, base_bytes, _SUM_BYTES, True, has_numpy, stats.decoding_bytes, writes=False)
         if target_form.needs_numpy:
             base_bytes += 0 if has_numpy else _NUMPY_BYTES
             has_numpy = True
@@ -286,9 +286,8 @@ def _size_bytes(path: str | os.PathLike[str]) -> int:
 class RunMemory:
     """Holds memory for this process as long as the `with` block lasts.
 
-    If there is not enough for a request, what was read and planned is freed, or the process starts over; so after a
-    request callers must see whether what they need is still there. While the process waits for others of its run, it
-    gives way to processes that wait for memory.
+    If there is not enough for a request, what was read and planned is freed (`reserve_peak` returns False then), or the
+    process starts over. While the process waits for others of its run, it gives way to processes that wait for memory.
     """
 
     def __init__(self, allowance: Callable[[], Allowance], comm: Comm, progress: Progress) -> None:
@@ -338,13 +337,13 @@ class RunMemory:
 
     def reserve_for_planning(self, work: Workload, purpose: str) -> Projection:
         """Wait for the memory to read the shards of a conversion and to plan its targets; return the projection."""
-        conversion = work.conversion
-        if conversion.mapped is not None:  # what the map makes tells how much memory planning takes
+        planner = work.planner
+        if planner.mapped is not None:  # what the map makes tells how much memory planning takes
             self.reserve_peak(Projection.of(work).planning_bytes, purpose)
-            conversion.mapped.manifest(0)
+            planner.mapped.manifest(0)
         self._projection = Projection.of(work)
         self.reserve_peak(self._projection.planning_bytes, purpose)
-        conversion.before_gathering = partial(self.reserve_peak, self._projection.gathering_bytes, purpose)
+        planner.before_gathering = partial(self.reserve_peak, self._projection.gathering_bytes, purpose)
         return self._projection
 
     @property
@@ -354,7 +353,7 @@ class RunMemory:
             raise RuntimeError("targets are planned before anything is moved")
         return self._projection
 
-    def require_possible(self, plan: RankPlan) -> int:
+    def possible_peak_bytes(self, plan: RankPlan) -> int:
         """Return the bytes needed for the target of `plan`. Raises BudgetError if they can never be had."""
         peak_bytes = self.projection.peak_bytes(plan)
         if not self._allowance().unlimited:  # for a script for other hosts it is, though this process holds a lease
@@ -377,7 +376,7 @@ class RunMemory:
     def forbid_starting_over(self) -> None:
         """From now on, do not start this process over: it has something to lose."""
         if self._lease is not None:
-            self._lease.stay()
+            self._lease.forbid_starting_over()
 
     def share_out(self, jobs: int, parameters: int) -> int:
         """Wait for the memory to fork workers; return how many: `jobs`, or as many as fit, but one at least.

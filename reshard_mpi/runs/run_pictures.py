@@ -49,7 +49,7 @@ from reshard_mpi.runs.explain import (
 )
 from reshard_mpi.runs.open_run import open_for_planning
 from reshard_mpi.runs.outcome import Outcome, agreed
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress, ProgressStage
 from reshard_mpi.runs.request import Request
@@ -88,15 +88,15 @@ def _figures(request: Request, asked: Asked, memory: RunMemory, progress: Progre
     progress.begin(ProgressStage("planning"))
     run = open_for_planning(request, memory, most_planned=2 * MOST_PLANNED)
     memory.reserve_peak(memory.projection.planning_bytes + asked.drawing_bytes, f"a picture of {request.target}")
-    conversion = run.conversion
-    targets = conversion.target.world_size
-    most = most_planned(conversion.planned_source.extent.tensors)
+    planner = run.planner
+    targets = planner.target.world_size
+    most = most_planned(planner.planned_source.stats.tensors)
     planned = run.targets if request.rank is not None else sampled_targets(targets, most)
-    collected = _Collected(conversion, _DrawnSources.of(conversion), asked)
+    collected = _Collected(planner, _DrawnSources.of(planner), asked)
     feeds: list[Feed] = []
     progress.begin(ProgressStage("planning", units=len(planned), unit="rank"))
     for rank in planned:
-        plan = conversion.plan(rank, checked=False)
+        plan = planner.plan(rank, checked=False)
         feeds.extend(feeds_of(plan, collected.sources.number))
         collected.add(plan)
         progress.completed()
@@ -112,14 +112,14 @@ def _figures(request: Request, asked: Asked, memory: RunMemory, progress: Progre
     flow = Flow(collected.sources.shards, written, planned, tuple(feeds))
     ranks = counted(targets, written.word)
     figures = Figures(
-        f"{request.source}: {conversion.source.summary_text}",
+        f"{request.source}: {planner.source.summary_text}",
         f"{request.target}: {formats.title(run.format)}, {ranks}",
         flow,
         cuts,
         collected.further,
         collected.further_tensors,
     )
-    return figures, Outcome.begun(conversion).joined(collected.outcomes)
+    return figures, Outcome.begun(planner).joined(collected.outcomes)
 
 
 @dataclass(slots=True)
@@ -132,8 +132,8 @@ class _DrawnSources:
     _number_of: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, conversion: Conversion) -> _DrawnSources:
-        source = conversion.source
+    def of(cls, planner: Planner) -> _DrawnSources:
+        source = planner.source
         files, by_rank = source.files, source.files.by_rank
         if files.is_folder or (len(by_rank) == 1 and len(files.shards) > 1):
             paths = files.one_by_one().shards
@@ -199,7 +199,7 @@ class _AlikeTensors:
 class _Collected:
     """The facts of planned targets on tensors, kind by kind. further: kinds that are not drawn."""
 
-    conversion: Conversion
+    planner: Planner
     sources: _DrawnSources
     asked: Asked
     further: int = 0
@@ -233,12 +233,12 @@ class _Collected:
 
     def _add_kinds(self, rank: int, new: Mapping[str, tuple[Group, list[str]]]) -> None:
         """Add kinds of tensors, by the one that is drawn of each. rank: a target that holds them."""
-        layouts = self.conversion.held(rank, new)  # of all at once, since that takes as long as to plan it
-        origins = {first: origin_of(self.conversion, first) for first in new}
+        layouts = self.planner.held(rank, new)  # of all at once, since that takes as long as to plan it
+        origins = {first: origin_of(self.planner, first) for first in new}
         groups: Mapping[str, SourceGroup] = {first: both.group for first, both in layouts.items()}
-        if self.conversion.mapped is not None:
+        if self.planner.mapped is not None:
             names = dict.fromkeys(name for origin in origins.values() for name in origin.sources[:_MOST_SOURCES])
-            groups = source_groups(self.conversion, rank, tuple(names))
+            groups = source_groups(self.planner, rank, tuple(names))
         for first, (group, alike) in new.items():
             asked = [name for name in self.asked.tensors if name in alike]
             named = dict.fromkeys((first, *asked, *alike[:_MOST_NAMES]))
@@ -251,9 +251,9 @@ class _Collected:
         """Plan a target that holds a tensor, if none has been. Raises UsageError if no target has such a tensor."""
         if name in self._known:
             return
-        for rank in likely_holders(self.conversion.target, name):
+        for rank in likely_holders(self.planner.target, name):
             if rank not in self._planned:
-                self.add(self.conversion.plan(rank, checked=False))
+                self.add(self.planner.plan(rank, checked=False))
             if name in self._known:
                 return
         raise unknown_tensor(name, self._known)
@@ -267,9 +267,9 @@ class _Collected:
                     continue
                 if len(self._planned) >= budget:
                     return
-                rank = self._writer(kind, block) if self.conversion.is_one_checkpoint else block.holders[0]
+                rank = self._writer(kind, block) if self.planner.is_one_checkpoint else block.holders[0]
                 if rank not in self._planned:
-                    self.add(self.conversion.plan(rank, checked=False))
+                    self.add(self.planner.plan(rank, checked=False))
 
     def _writer(self, kind: _AlikeTensors, block: DrawnBlock) -> int:
         """Return the target that writes the first piece of a block, where others that hold it do not."""
@@ -292,7 +292,7 @@ class _Collected:
 
     def _panels(self, kind: _AlikeTensors) -> tuple[tuple[Panel, ...], Panel]:
         groups = kind.sources
-        is_same = self.conversion.mapped is None
+        is_same = self.planner.mapped is None
         shapes = {name: groups[name].shape for name in groups}
         boxes = {name: self._pieces(kind, name) for name in groups}
         by_layout = {name: _layout_of(groups[name].layouts, tuple(boxes[name])) for name in groups}
@@ -313,7 +313,7 @@ class _Collected:
 
     def _pieces(self, kind: _AlikeTensors, name: str) -> Mapping[Box, list[int]]:
         """Return the pieces of a source tensor: all in an index, else the pieces that planned targets read."""
-        listed = listed_pieces(self.conversion, name)
+        listed = listed_pieces(self.planner, name)
         if listed is None:
             return kind.taken.get(name, {})
         return {box: [self.sources.number(0, path) for path in paths] for box, paths in listed.items()}

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import DisagreementError, LayoutError
 from reshard_mpi.planning.source_tensors import SourceTensors
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.strategy import Strategy, find_or_follow
 
@@ -28,34 +28,34 @@ class TargetSlice(NamedTuple):
     whole: int
 
     def range_of(self, size_bytes: int) -> tuple[int, int]:
-        """Return the first byte, and the one after the last, of this share of a file of `size_bytes`.
+        """Return the first byte, and the one after the last, of this slice of a file of `size_bytes`.
 
-        Cuts are at multiples of `CUT_BYTES`, so a share of a small file may be empty.
+        Cuts are at multiples of `CUT_BYTES`, so a slice of a small file may be empty.
         """
         pieces = -(-size_bytes // CUT_BYTES)
         first, last = (pieces * part // self.whole for part in (self.start, self.stop))
         return min(first * CUT_BYTES, size_bytes), min(last * CUT_BYTES, size_bytes)
 
     def bytes_of(self, size_bytes: int) -> int:
-        """Return this share of `size_bytes`; all shares add up to the total."""
+        """Return how many of `size_bytes` this slice has; all slices add up to the total."""
         return size_bytes * self.stop // self.whole - size_bytes * self.start // self.whole
 
 
 class Assignment(NamedTuple):
-    """What one process does: targets that it makes alone, and its shares of those it makes with others of its host."""
+    """What one process does: targets that it makes alone, and its slices of those it makes with others of its host."""
 
     whole: tuple[int, ...] = ()
-    shares: tuple[TargetSlice, ...] = ()
+    slices: tuple[TargetSlice, ...] = ()
 
     @property
     def leads(self) -> tuple[int, ...]:
         """The targets that this process begins and completes: its own, and shared ones whose first bytes it fills."""
-        return (*self.whole, *(share.target for share in self.shares if share.start == 0))
+        return (*self.whole, *(each.target for each in self.slices if each.start == 0))
 
     @property
     def assists(self) -> tuple[int, ...]:
         """The targets to which this process contributes while another process leads."""
-        return tuple(share.target for share in self.shares if share.start > 0)
+        return tuple(each.target for each in self.slices if each.start > 0)
 
 
 def are_even(target: Strategy) -> bool:
@@ -67,13 +67,13 @@ def _has_uneven_slices(target: Strategy) -> bool:
     return any(placement.is_uneven for placement in chain.from_iterable(target.parameters.values()))
 
 
-def target_weights(conversion: Conversion, targets: Sequence[int]) -> dict[int, int]:
+def target_weights(planner: Planner, targets: Sequence[int]) -> dict[int, int]:
     """Return the relative sizes of the shards of `targets`: in bytes, or 1 each if all are equal."""
-    target = conversion.target
+    target = planner.target
     if are_even(target):
         return dict.fromkeys(targets, 1)
     uneven = _has_uneven_slices(target)
-    of_stage = _itemsizes_by_stage(conversion)
+    of_stage = _itemsizes_by_stage(planner)
     weights: dict[int, int] = {}
     by_stage: dict[int, int] = {}
     for rank in targets:
@@ -85,20 +85,20 @@ def target_weights(conversion: Conversion, targets: Sequence[int]) -> dict[int, 
     return weights
 
 
-def _itemsizes_by_stage(conversion: Conversion) -> dict[int, dict[Layout, int]]:
+def _itemsizes_by_stage(planner: Planner) -> dict[int, dict[Layout, int]]:
     """Return, for each target stage, its layouts, each with the sum of the element sizes of the tensors it is of.
 
     The first shard of each stage of the source tells which tensors there are. A tensor that does not fit its
     strategy is left out; planning raises an error that names it.
     """
-    source = conversion.planned_source
+    source = planner.planned_source
     first = {rank: source.manifest(rank) for rank in source.stage_ranks().values()}
     tensors = SourceTensors(source.strategy, first)
     itemsizes: dict[Layout, int] = {}
     for name in tensors.names:
         with contextlib.suppress(LayoutError, DisagreementError):
             group = tensors.group(name)
-            for placement in find_or_follow(conversion.target, name, partial(tensors.same_shape, name)):
+            for placement in find_or_follow(planner.target, name, partial(tensors.same_shape, name)):
                 layout = tensors.layout(placement, group.shape)
                 itemsizes[layout] = itemsizes.get(layout, 0) + group.dtype.itemsize_bytes
     by_stage: dict[int, dict[Layout, int]] = {}
@@ -144,17 +144,17 @@ def divide(weights: Mapping[int, int], hosts: Sequence[object]) -> list[Assignme
         whole = len(mine) - len(mine) % len(processes)
         made_alone = assign({target: weights[target] for target in mine[:whole]}, processes)
         loads = [sum(weights[target] for target in made_alone[process]) for process in processes]
-        shares = _cut({target: weights[target] for target in sorted(mine[whole:])}, loads)
-        for process, own in zip(processes, shares):
+        slices = _cut({target: weights[target] for target in sorted(mine[whole:])}, loads)
+        for process, own in zip(processes, slices):
             works[process] = Assignment(tuple(made_alone[process]), own)
     return works
 
 
 def _cut(weights: Mapping[int, int], loads: Sequence[int]) -> list[tuple[TargetSlice, ...]]:
-    """Return the shares of each process, cut from the targets laid end to end; a larger load gets less."""
+    """Return the slices of each process, cut from the targets laid end to end; a larger load gets less."""
     scale = len(loads)  # makes the levels whole numbers
     lengths = _fill_up([load * scale for load in loads], sum(weights.values()) * scale)
-    shares: list[tuple[TargetSlice, ...]] = []
+    slices: list[tuple[TargetSlice, ...]] = []
     begin = 0
     for length in lengths:
         end, target_begin, own = begin + length, 0, []
@@ -164,9 +164,9 @@ def _cut(weights: Mapping[int, int], loads: Sequence[int]) -> list[tuple[TargetS
             if start < stop:
                 own.append(TargetSlice(target, start, stop, whole))
             target_begin += whole
-        shares.append(tuple(own))
+        slices.append(tuple(own))
         begin = end
-    return shares
+    return slices
 
 
 def _fill_up(loads: Sequence[int], amount: int) -> list[int]:

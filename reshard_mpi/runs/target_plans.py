@@ -35,8 +35,8 @@ from reshard_mpi.runs.check_places import (
     stranger_notes,
 )
 from reshard_mpi.runs.open_run import Run, open_run
-from reshard_mpi.runs.outcome import Outcome, TargetReport, attempt, merge, record_of
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.outcome import Outcome, TargetReport, attempt, merge, report_of
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.runs.process_memory import MAX_KEPT_PLANS, MAX_KEPT_PLANS_BYTES, RunMemory
 from reshard_mpi.runs.progress import Progress, ProgressStage
 from reshard_mpi.runs.request import Request, Strategies
@@ -112,17 +112,18 @@ class TargetPlans:
         assignments: the work of each process of the run; own: that of this one.
         inputs: for each target to write, by rank, what its record says of its sources.
         peak_bytes: for each of them, the memory that writing it is projected to take.
-        further_bytes: for each that reads short parts of objects, the memory that it takes beside others that do.
+        further_bytes: for each that reads short parts of objects, the memory that it adds when it is written beside
+            others.
         report: what the other processes are told of the plans.
     """
 
     def __init__(self, run: Run, comm: Comm, memory: RunMemory, on_planned: OnPlanned) -> None:
         self.run = run
-        self.journal = run.journal()
+        self.journal = run.make_journal()
         for rank in run.targets[-1:]:  # the one with the longest number
             require_short_names(self.journal.paths(rank, run.path(rank)))
         self.journal.check()
-        self.assignments = divide(target_weights(run.conversion, run.targets), run.hosts(comm))
+        self.assignments = divide(target_weights(run.planner, run.targets), run.hosts(comm))
         self.own = self.assignments[comm.rank]
         self.inputs: dict[int, TargetInputs] = {}
         self.peak_bytes: dict[int, int] = {}
@@ -131,7 +132,7 @@ class TargetPlans:
         self.report = PlanReport()
         self._comm = comm
         self._memory = memory
-        self._choice = moments_of(run.conversion.source.files)  # which of several checkpoints the source is
+        self._choice = moments_of(run.planner.source.files)  # which of several checkpoints the source is
         self._space = SpaceEstimate()
         self._written_bytes: dict[int, int] = {}  # by target
         self._placed: dict[str, tuple[int, int, dict[str, str]]] = {}  # by digest: stage, rank, `RankPlan.placed`
@@ -161,7 +162,7 @@ class TargetPlans:
         """
         run = open_run(request, memory, strategies, known_damage)
         plans = cls(run, comm, memory, on_planned)
-        memory.free_with(run.conversion.forget, plans.forget)
+        memory.free_with(run.planner.forget, plans.forget)
         plans._plan_all(progress)
         return plans
 
@@ -176,27 +177,27 @@ class TargetPlans:
         space = self._space_needs()
         beside = self._strangers()
         notes = (*self._memory.governor().notes, *self.run.target_notes, *beside)
-        begun = PlanReport(Outcome.begun(self.run.conversion, notes), self._choice)
-        joined = begun.joined(record_of(PlanReport, report) for report in planned)
+        begun = PlanReport(Outcome.begun(self.run.planner, notes), self._choice)
+        joined = begun.joined(report_of(PlanReport, report) for report in planned)
         led = sum(rank in self.inputs for rank in self.own.leads)
         due = Totals(self.led_bytes, led, ready=len(joined.outcome.targets))
         self.report = joined._replace(space_needs=space, due=due)
 
     def _plan_and_check(self, rank: int, leads: bool) -> PlanReport:
         run, request, path = self.run, self.run.request, self.run.path(rank)
-        if self.journal.require_free_or_done(rank, path):
+        if self.journal.is_done(rank, path):
             return PlanReport(self._skipped(rank) if leads else Outcome())
-        plan = run.conversion.plan(rank, checked=leads)
-        peak_bytes = self._memory.require_possible(plan)
-        inputs = TargetInputs.of(plan, run.conversion.source.files.sources(plan.read_ranks), self._choice)
+        plan = run.planner.plan(rank, checked=leads)
+        peak_bytes = self._memory.possible_peak_bytes(plan)
+        inputs = TargetInputs.of(plan, run.planner.source.files.sources(plan.read_ranks), self._choice)
         if self._earlier_target is not None:
             self._earlier_target.require_same_state(rank, inputs.sources)
         if leads:
-            as_is = run.conversion.mapped is None and run.conversion.source.files.format == run.format
+            as_is = run.planner.mapped is None and run.planner.source.files.format == run.format
             require_readable_types(plan.tensors.specs, run.format, as_is=as_is)
             require_readable_structure(plan.shard, run.format)
             if request.crc and formats.info(run.format).crc_counts_scalars:
-                require_countable(run.conversion, plan)
+                require_countable(run.planner, plan)
             shard, left_bytes = plan.shard._replace(with_sums=request.verify), self.journal.left_bytes(path)
             self._space.add(path, run.format, shard, crc=request.crc, left_bytes=left_bytes)
         self.inputs[rank], self.peak_bytes[rank] = inputs, peak_bytes
@@ -218,9 +219,10 @@ class TargetPlans:
         return PlanReport.of(plan)
 
     def side_by_side(self) -> Iterator[list[int]]:
-        """Yield the targets to write that this process makes alone, those together that are written side by side.
+        """Yield the targets to write that this process makes alone, in groups that are each written side by side.
 
-        These are the ones that read short parts of the same objects, as many as memory allows.
+        A group is of targets that read short parts of the same objects, as many as memory allows. Any other target is
+        a group by itself.
         """
         ceiling_bytes, alike = self._memory.governor().ceiling_bytes, dict[tuple[int, ...], list[int]]()
         for rank in (rank for rank in self.own.whole if rank in self.inputs):
@@ -248,7 +250,7 @@ class TargetPlans:
         kept = self._kept.get(rank)
         if kept is not None:
             return kept
-        plan, planned_ranks = self.run.conversion.plan(rank, checked=False), self.inputs[rank].read_ranks
+        plan, planned_ranks = self.run.planner.plan(rank, checked=False), self.inputs[rank].read_ranks
         if plan.read_ranks != planned_ranks:
             raise ShardError(
                 "source shards have changed since the run began",
@@ -282,11 +284,11 @@ class TargetPlans:
     def own_bytes(self) -> int:
         """About how many bytes of targets this process is to write, alone and with others."""
         alone = sum(self._written_bytes.get(rank, 0) for rank in self.own.whole)
-        return alone + sum(share.bytes_of(self._written_bytes.get(share.target, 0)) for share in self.own.shares)
+        return alone + sum(each.bytes_of(self._written_bytes.get(each.target, 0)) for each in self.own.slices)
 
-    def read_bytes(self) -> dict[int, int]:
+    def size_by_read_rank(self) -> dict[int, int]:
         """Return the source ranks that this process's targets are taken from, each with the size of its files."""
-        files = self.run.conversion.source.files
+        files = self.run.planner.source.files
         ranks = {rank for inputs in self.inputs.values() for rank in inputs.read_ranks}
         return {rank: sum(file.size_bytes for file in files.sources([rank]).files) for rank in ranks}
 
@@ -298,7 +300,7 @@ class TargetPlans:
             return None
         from reshard_mpi.runs.recorded_runs import RecordedSums
 
-        return RecordedSums(self.run.conversion.source.files)
+        return RecordedSums(self.run.planner.source.files)
 
     def unrecorded_ranks(self) -> set[int]:
         """Return source ranks from which this process's verified targets take more than tensors with recorded sums."""
@@ -321,7 +323,7 @@ class TargetPlans:
         run = self.run
 
         def shares_blocks() -> bool:
-            return may_share(run.conversion.source.files, run.format, run.path(run.targets[0]))
+            return may_share(run.planner.source.files, run.format, run.path(run.targets[0]))
 
         return self._space.needs(self._comm.size, shares_blocks)
 
@@ -333,7 +335,7 @@ class TargetPlans:
             path, own_folder = Path(run.request.target_file), f"rank_{run.targets[0]}"
             return stranger_notes(strangers(path) if path.parent.name == own_folder else ())
         own_paths = [run.path(rank) for rank in self.own.leads]
-        folder, every_path = Path(run.request.target), map(run.path, range(run.conversion.target.world_size))
+        folder, every_path = Path(run.request.target), map(run.path, range(run.planner.target.world_size))
         if run.request.files is not None:
             files = run.request.files
             return stranger_notes(lying_beside(folder, files.read_as, (files.index_name,), every_path, ()))
@@ -341,7 +343,7 @@ class TargetPlans:
         if not run.request.recorded:
             return stranger_notes(lying_beside(folder, run.format, index_files, every_path, own_paths))
         removed = self.journal.leftovers()
-        refuse_removing(run.conversion.source.files, folder, removed)
+        refuse_removing(run.planner.source.files, folder, removed)
         require_no_strangers(folder, run.format, index_files, every_path, own_paths, removed)
         return ()
 
@@ -401,16 +403,16 @@ def require_readable_types(specs: Specs, format_name: str, *, as_is: bool) -> No
     )
 
 
-def require_countable(conversion: Conversion, plan: RankPlan) -> None:
+def require_countable(planner: Planner, plan: RankPlan) -> None:
     """Raise TargetError for the first whole number of a target that has no place in the checksum of its file."""
     groups = (group for group in plan.tensors.groups if is_in_crc(group.kind.dtype, group.kind.shape))
     tensors = (group.tensor(place) for group in groups for place in range(len(group.names)))
     with Files() as files:
         for tensor in tensors:
-            if any(takes_numpy(copy, tensor.spec.box, conversion.limits.buffer_bytes) for copy in tensor.copies):
-                conversion.before_gathering()
-            content = only_element(files, tensor, conversion.limits)
+            if any(takes_numpy(copy, tensor.spec.box, planner.limits.buffer_bytes) for copy in tensor.copies):
+                planner.before_gathering()
+            content = only_element(files, tensor, planner.limits)
             try:
                 counted_bytes(tensor.spec.name, content, tensor.spec.dtype)
             except NotChecksummableError as error:
-                raise error.refusal(conversion.source.files.path) from None
+                raise error.refusal(planner.source.files.path) from None

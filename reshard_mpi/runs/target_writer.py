@@ -55,8 +55,8 @@ def _not_as_meant(path: str, got: str) -> TransformError:
     )
 
 
-class ShareReport(NamedTuple):
-    """One process's share of a target that has been filled, or read back and compared with its sources."""
+class SliceReport(NamedTuple):
+    """One process's slice of a target that has been filled, or read back and compared with its sources."""
 
     rank: int
     waited_seconds: float
@@ -101,7 +101,7 @@ class Writer:
         self._comm = comm
         self._memory = memory
         self._progress = progress
-        self._limits = plans.run.conversion.limits
+        self._limits = plans.run.planner.limits
         self._format = formats.by_name(plans.run.format)
 
     def write_alone(self) -> Outcome:
@@ -137,7 +137,7 @@ class Writer:
     ) -> Generator[float, None, Outcome]:
         """Write a target; yield after each step the share of it that is written. together: all that are written."""
         begin = time.monotonic()
-        plan, waited_seconds = self.plan(rank, together)
+        plan, waited_seconds = self.plan_with_memory(rank, together)
         self._progress.display.started(rank)
         with self.writing(rank) as publication:
             if self._run.is_streamed:
@@ -153,11 +153,11 @@ class Writer:
             sums: tuple[TensorSum, ...] = ()
             if self._run.request.verify:
                 sums = self.verify(plan, manifest, descriptor, None, plan.written_bytes, staging, recorded)
-            self.seal(publication, manifest, sums)
+            self.finish(publication, manifest, sums)
             filled = filled._replace(store_copied_bytes=publication.store_copied_bytes)
-        return self.finished(plan, begin, waited_seconds, [filled], together)
+        return self.outcome_of(plan, begin, waited_seconds, [filled], together)
 
-    def fill_span(self, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span) -> ShareReport:
+    def fill_span(self, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span) -> SliceReport:
         """Fill a span of a file that other processes fill too."""
         with self._reading() as reading:
             if reading is not None:
@@ -172,7 +172,7 @@ class Writer:
         span: Span | None,
         staging: Staging | None,
         reading: SharedReading | None,
-    ) -> Generator[float, None, ShareReport]:
+    ) -> Generator[float, None, SliceReport]:
         """Write payloads to a file that has been reserved; yield after each step the share that is written.
 
         Args:
@@ -195,7 +195,7 @@ class Writer:
             for spec in (plan.tensors.specs if traffic.overflows else ())
             if spec.name in traffic.overflows
         )
-        return ShareReport(plan.target_rank, 0.0, traffic.requested_bytes, 0, traffic.mapped_bytes, seconds, overflows)
+        return SliceReport(plan.target_rank, 0.0, traffic.requested_bytes, 0, traffic.mapped_bytes, seconds, overflows)
 
     def verify(
         self,
@@ -259,7 +259,8 @@ class Writer:
         """Begin to send a target that is written to an object store; None for a file.
 
         Args:
-            recorded: tensors that need not be read where the store copies them, but to be summed by the format itself.
+            recorded: tensors whose sums are known: where the store copies them, they are read only if the format itself
+                sums them.
         """
         if not is_object_path(self._run.request.target):
             return None
@@ -272,8 +273,8 @@ class Writer:
         unread = () if is_summed or not recorded else spans_of(recorded)
         return publication.stage(manifest, copied_runs(plan.tensors, manifest), unread)
 
-    def seal(self, publication: Publication, manifest: Manifest, sums: Sequence[TensorSum]) -> None:
-        """Finish a target, read its structure back, and put it in place."""
+    def finish(self, publication: Publication, manifest: Manifest, sums: Sequence[TensorSum]) -> None:
+        """Seal a target that is filled, read its structure back, and publish it."""
         sums_by_name = {tensor.name: tensor.value for tensor in sums}
         self._format.seal(publication.descriptor, manifest.path, sums_by_name, crc=self._run.request.crc)
         require_as_meant(self._format, publication, manifest, sums_by_name)
@@ -288,7 +289,7 @@ class Writer:
         besides = digest_besides(file, manifest.tensors.payload_spans()) if is_verified else ""
         publication.publish(sums, besides)
 
-    def plan(self, rank: int, together: Sequence[int] = ()) -> tuple[RankPlan, float]:
+    def plan_with_memory(self, rank: int, together: Sequence[int] = ()) -> tuple[RankPlan, float]:
         """Wait for the memory that a target takes; return its plan, and the seconds waited.
 
         Args:
@@ -301,12 +302,12 @@ class Writer:
     def attempt(self, rank: int, do: Callable[[int], T]) -> T | Outcome:
         return attempt(partial(do, rank), self._comm, rank, self._run.path(rank))
 
-    def finished(
+    def outcome_of(
         self,
         plan: RankPlan,
         begin: float,
         waited_seconds: float,
-        filled: Sequence[ShareReport],
+        filled: Sequence[SliceReport],
         together: Sequence[int] = (),
     ) -> Outcome:
         """Return the outcome of a target that is complete now.
@@ -314,7 +315,7 @@ class Writer:
         Args:
             begin: a monotonic time.
             filled: its parts.
-            together: as for `plan`.
+            together: as for `plan_with_memory`.
         """
         rank = plan.target_rank
         report = TargetReport(

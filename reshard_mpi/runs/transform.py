@@ -20,9 +20,7 @@ from functools import partial, reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.checkpoints.compare_replicas import compare, comparing_bytes
-from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, ShardError, TransformError, told
-from reshard_mpi.journal.commit import commit_if_complete
-from reshard_mpi.journal.target_journal import Journal
+from reshard_mpi.errors import ReshardError
 from reshard_mpi.planning.comparison_choice import ReplicaGroup, partition_for
 from reshard_mpi.planning.rank_choice import Accumulated, Replicas
 from reshard_mpi.planning.rank_plan import CHOSEN_FILES, RankPlan, SharedFact
@@ -33,11 +31,11 @@ from reshard_mpi.planning.shared_facts import (
     require_same_shapes,
 )
 from reshard_mpi.planning.source_flaws import UnusableShard, difference_messages
-from reshard_mpi.planning.strategy_check import NO_DRIFT, Drift, drift_warning, require_no_drift
+from reshard_mpi.planning.strategy_check import NOTHING_FOUND, SampleFindings, drift_warning, require_no_drift
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.check_places import require_room
-from reshard_mpi.runs.outcome import Outcome, attempt, raise_first_failure, record_of, together
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.outcome import Outcome, attempt, raise_first_failure, report_of, together
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.runs.process_memory import RunMemory, Workload
 from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, ProgressStage, SliceCounter
 from reshard_mpi.runs.request import Request, Strategies
@@ -52,7 +50,7 @@ class ComparisonReport(NamedTuple):
     """The result of comparing replicas in one process."""
 
     lost: tuple[UnusableShard, ...]  # source shards that could not be read
-    drift: Drift  # tensors that differ from rank to rank
+    findings: SampleFindings  # tensors that differ from rank to rank
 
 
 def convert(
@@ -73,7 +71,7 @@ def convert(
     outcome = compare_sources(plans, planned, comm, memory, progress)
     together(comm, partial(_begin, plans, comm, memory, progress))
     if comm.rank == 0:  # not earlier, since a process alone may have started over until now
-        progress.display.reading(plans.run.conversion.source.summary_text)
+        progress.display.reading(plans.run.planner.source.summary_text)
     name, phases = ("writing and verifying", PHASES) if request.verify else ("writing", (MOVED, CLOSED))
     due = planned.due
     stage = ProgressStage(name, due.size_bytes, due.targets, ready=due.ready, phases=phases)
@@ -95,11 +93,12 @@ def checked_plans(
 
     Returns this process's plans, and what all processes say about theirs. If the targets will be verified, they are
     planned only from shards that fit their own checksums: one that does not is lost, and all is planned again without
-    it. Shards in an object store whose tensors are all taken as they are need not be read for that: the store tells the
-    sums of what it copies, and these are compared then.
+    it. A shard in an object store is not read for that if every tensor is copied unchanged: the sums that the store
+    tells of its copies are compared instead.
 
     Args:
-        make: plans this process's targets, given what is known to be wrong with source shards.
+        make: plans this process's targets; called once in each round, with what is known by then to be wrong with
+            source shards.
 
     Raises the same error on every process if the run is refused, also if no other shard holds what a lost one held.
     """
@@ -113,7 +112,7 @@ def checked_plans(
         require_one_checkpoint(chosen)  # in the second round another checkpoint may be the newest
         if not plans.run.request.verify:
             return plans, planned
-        sizes = {rank: size for share in together(comm, plans.read_bytes) for rank, size in share.items()}
+        sizes = {rank: size for share in together(comm, plans.size_by_read_rank) for rank, size in share.items()}
         to_read = set[int]().union(*together(comm, plans.unrecorded_ranks))
         to_check = {rank: sizes[rank] for rank in sorted(sizes.keys() - checked)}
         shares = together(comm, partial(_check_sources, plans, to_check, to_read, comm, memory, progress))
@@ -128,34 +127,34 @@ def _plan(make: Callable[[], TargetPlans], comm: Comm) -> tuple[TargetPlans, Pla
     """Plan the targets of all processes, and check that the plans agree (step 1)."""
     plans = attempt(make, comm)
     gathered = comm.allgather(plans if isinstance(plans, Outcome) else plans.report)
-    reports = [record_of(PlanReport, report) for report in gathered]
+    reports = [report_of(PlanReport, report) for report in gathered]
     raise_first_failure([report.outcome for report in reports], comm)
     assert not isinstance(plans, Outcome)
     require_room(report.space_needs for report in reports)
 
-    def placed(stage: int) -> dict[int, dict[str, str]]:
+    def placed_in(stage: int) -> dict[int, dict[str, str]]:
         shares = together(comm, partial(plans.placed, stage))
-        return {rank: placed for share in shares for rank, placed in share.items()}
+        return {rank: tensors for share in shares for rank, tensors in share.items()}
 
-    return plans, _agreeing(reports, placed, plans.run.request.source, plans.run.request.accumulated)
+    return plans, _agreeing(reports, placed_in, plans.run.request.source, plans.run.request.accumulated)
 
 
 def _agreeing(
     reports: Sequence[PlanReport],
-    placed: Callable[[int], Mapping[int, Mapping[str, str]]],
+    placed_in: Callable[[int], Mapping[int, Mapping[str, str]]],
     source: str,
     accumulated: Accumulated,
 ) -> PlanReport:
     """Join the processes' reports, if these agree in all shared facts.
 
     Args:
-        placed: returns what strategies place on the target ranks of a stage.
+        placed_in: returns what strategies place on the target ranks of a stage.
 
     Raises a ReshardError if the run is refused.
     """
     require_one_checkpoint(fact for report in reports for fact in report.shared_facts)
     for stage in differing_stages(held for report in reports for held in report.held):
-        of_stage = placed(stage)
+        of_stage = placed_in(stage)
         require_same_names(of_stage, source)
         require_same_shapes(of_stage, source)
     joined = PlanReport().joined(reports)
@@ -183,8 +182,8 @@ def _check_sources(
     """
     from reshard_mpi.runs.check_sums import damage_of
 
-    conversion = plans.run.conversion
-    source, purpose = conversion.source, f"checking {plans.run.request.source}"
+    planner = plans.run.planner
+    source, purpose = planner.source, f"checking {plans.run.request.source}"
     before_sums = partial(memory.reserve_for_checking, source.files.format, purpose)
     mine = dict(list(sizes.items())[comm.rank :: comm.size])
     all_bytes, own_bytes = (sum(of[rank] for rank in of if rank in to_read) for of in (sizes, mine))
@@ -192,7 +191,7 @@ def _check_sources(
     errors: dict[int, ReshardError] = {}
     for rank, size_bytes in mine.items():
         is_read = rank in to_read
-        error = damage_of(source, rank, size_bytes, conversion.limits, before_sums, progress, is_read=is_read)
+        error = damage_of(source, rank, size_bytes, planner.limits, before_sums, progress, is_read=is_read)
         if error is not None:
             errors[rank] = error
         progress.completed()
@@ -207,19 +206,19 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
     from reshard_mpi.runs.check_commit import changed_since_commit, committed_tensors, require_as_committed_besides
     from reshard_mpi.runs.check_sums import damage_of_indexes
 
-    source, path = plans.run.conversion.source, plans.run.request.source
+    source, path = plans.run.planner.source, plans.run.request.source
     for damage in damage_of_indexes(source.files):
         raise damage
     commit = plans.run.source_commit
     if commit is None:
         return
     require_as_committed_besides(source.files, [*commit.besides.items()][comm.rank :: comm.size])
-    needed = committed_tensors(commit, source, plans.run.conversion.needs)
+    needed = committed_tensors(commit, source, plans.run.planner.needs)
     mine = needed[comm.rank :: comm.size]
     size_bytes, own_bytes = (sum(tensor.spec.size_bytes for tensor in of) for of in (needed, mine))
     progress.begin(ProgressStage("checking sources", size_bytes), own_bytes)
     memory.reserve_peak(memory.projection.gathering_bytes, f"checking {path}")
-    for _, error in changed_since_commit(commit, mine, path, plans.run.conversion.limits, progress.moved):
+    for _, error in changed_since_commit(commit, mine, path, plans.run.planner.limits, progress.moved):
         raise error
 
 
@@ -235,7 +234,7 @@ def compare_sources(
             size_bytes, own_bytes = (sum(alike.size_bytes for alike in groups) for groups in (planned.to_compare, mine))
             progress.begin(ProgressStage("comparing copies", size_bytes), own_bytes)
         compared = together(comm, partial(_compare, plans, planned, mine, comm, memory, progress))
-    mapped = plans.run.conversion.mapped
+    mapped = plans.run.planner.mapped
     if mapped is not None and mapped.has_files and request.replicas is not Replicas.ANY:
         _compare_parts(mapped, plans, comm, memory, progress)
     return _judged(planned, compared, request.source, strict=request.strict)
@@ -251,26 +250,26 @@ def _compare(
 ) -> ComparisonReport:
     """Compare the replicas `mine`, and this process's share of a sample."""
     run, request = plans.run, plans.run.request
-    conversion, purpose = run.conversion, f"copies in {request.source}"
+    planner, purpose = run.planner, f"copies in {request.source}"
     lost: tuple[UnusableShard, ...] = ()
     projection = memory.reserve_for_planning(
-        Workload(conversion, run.format, len(run.targets), request.verify, is_streamed=run.is_streamed), purpose
+        Workload(planner, run.format, len(run.targets), request.verify, is_streamed=run.is_streamed), purpose
     )
     if mine:
-        memory.reserve_peak(projection.base_bytes + comparing_bytes(conversion.limits), purpose)
+        memory.reserve_peak(projection.base_bytes + comparing_bytes(planner.limits), purpose)
         counted = SliceCounter(progress.moved, sum(alike.size_bytes for alike in mine))
-        lost = compare(conversion.source, mine, conversion.limits, counted.add)
+        lost = compare(planner.source, mine, planner.limits, counted.add)
         counted.end()
-    conversion.require_one_of_stages(planned.all_differing)
-    drift = conversion.drifted_tensors(damaged_are_replaced=request.verify, process=comm.rank, processes=comm.size)
-    return ComparisonReport(lost, drift)
+    planner.require_one_of_stages(planned.all_differing)
+    findings = planner.sample_findings(damaged_are_replaced=request.verify, process=comm.rank, processes=comm.size)
+    return ComparisonReport(lost, findings)
 
 
 def _compare_parts(
     mapped: MappedCheckpoint, plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress
 ) -> None:
-    """Compare parts of tensors that must be the same, since this process's targets have only one of both."""
-    files, limits = [rank for rank in plans.own.leads if rank in plans.inputs], plans.run.conversion.limits
+    """Compare parts of tensors that the source has twice and that a format that packs writes once (step 3)."""
+    files, limits = [rank for rank in plans.own.leads if rank in plans.inputs], plans.run.planner.limits
     own_bytes = mapped.compared_bytes(files)
     size_bytes = sum(together(comm, lambda: own_bytes))
     if size_bytes:
@@ -295,8 +294,6 @@ def _begin(plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress
         memory.reserve_peak(max(plans.peak_bytes.values()), f"targets of {plans.run.request.target}")
     memory.forbid_starting_over()
     plans.journal.begin(progress.display.say)
-    if plans.run.shared_index is not None:
-        plans.run.shared_index.withdraw()
 
 
 def _commit(plans: TargetPlans, outcome: Outcome) -> Outcome:
@@ -305,54 +302,31 @@ def _commit(plans: TargetPlans, outcome: Outcome) -> Outcome:
     Args:
         outcome: of all processes.
     """
-    run, journal = plans.run, plans.journal
-    if not isinstance(journal, Journal):
-        missing = () if run.shared_index is None or outcome.failures else run.shared_index.complete()
-        named = f"{missing[0]} and {len(missing) - 1} others" if len(missing) > 1 else "".join(missing)
-        note = f"{run.request.target} has no index yet, which is written when these are complete as well: {named}"
-        return Outcome(notes=(note,) if missing else ())
-    made_ranks = {target.rank for target in outcome.targets}
-    try:
-        remarks = commit_if_complete(
-            journal.folder,
-            journal.identity,
-            made_here=made_ranks,
-            any_written=any(not target.skipped for target in outcome.targets),
-            already_told=(*outcome.notes, *outcome.other_warnings),
-        )
-        return Outcome(notes=remarks.notes, other_warnings=remarks.warnings)
-    except (CoverageError, DisagreementError) as error:
-        if len(made_ranks) == run.conversion.target.world_size or not run.request.overwrite:
-            raise
-        note = f"not committed yet, as targets that are still to be replaced may be why: {error.problem}"
-        return Outcome(notes=(note,))
-    except (OSError, ShardError) as error:  # a ShardError is about a target, which the index is made of
-        raise TransformError(
-            "the targets are complete, but the commit record could not be written",
-            got=str(error) if isinstance(error, OSError) else told(error),
-            where=str(journal.folder),
-            remedy="mend the cause, then reshard-mpi commit",
-        ) from error
+    remarks = plans.journal.commit_if_complete(
+        {target.rank for target in outcome.targets},
+        any_written=any(not target.skipped for target in outcome.targets),
+        any_failed=bool(outcome.failures),
+        already_told=(*outcome.notes, *outcome.other_warnings),
+    )
+    return Outcome(notes=remarks.notes, other_warnings=remarks.warnings)
 
 
 def _judged(planned: PlanReport, compared: Sequence[ComparisonReport], source: str, *, strict: bool) -> Outcome:
     """Return the outcome of planning, with messages on replicas that differ. Raises DisagreementError if `strict`."""
-    drift = reduce(Drift.joined, (report.drift for report in compared), NO_DRIFT)
+    findings = reduce(SampleFindings.joined, (report.findings for report in compared), NOTHING_FOUND)
     if strict:
-        require_no_drift(drift.copies, source)
+        require_no_drift(findings.drifted, source)
     lost = (Outcome(lost=report.lost) for report in compared)
-    drifted = Outcome(other_warnings=(drift_warning(drift.copies),) if drift.copies else ())
+    drifted = Outcome(other_warnings=(drift_warning(findings.drifted),) if findings.drifted else ())
     outcome = planned.outcome.joined([*lost, drifted])
-    differing = (*planned.all_differing, *drift.unlisted)
+    differing = (*planned.all_differing, *findings.unlisted)
     if not differing:
         return outcome
     remarks = difference_messages(differing, source, strict=strict)
     return outcome.joined([Outcome(notes=remarks.notes, other_warnings=remarks.warnings)])
 
 
-def plan_alone(
-    conversion: Conversion, targets: Iterable[int], notes: tuple[str, ...] = ()
-) -> tuple[list[RankPlan], Outcome]:
+def plan_alone(planner: Planner, targets: Iterable[int], notes: tuple[str, ...] = ()) -> tuple[list[RankPlan], Outcome]:
     """Do steps 1 and 3 in one process, without a run: return the plans of targets, and an outcome with remarks on them.
 
     Args:
@@ -360,15 +334,15 @@ def plan_alone(
 
     Raises a ReshardError if a run would be refused.
     """
-    plans = [conversion.plan(rank) for rank in targets]
-    path = conversion.source.files.path
+    plans = [planner.plan(rank) for rank in targets]
+    path = planner.source.files.path
 
-    def placed(stage: int) -> dict[int, dict[str, str]]:
+    def placed_in(stage: int) -> dict[int, dict[str, str]]:
         return {plan.target_rank: plan.placed for plan in plans if plan.stage == stage}
 
-    begun = PlanReport(Outcome.begun(conversion, notes))
-    planned = _agreeing([begun, *map(PlanReport.of, plans)], placed, path, conversion.policy.accumulated)
-    lost = compare(conversion.source, partition_for(planned.to_compare, 0, 1), conversion.limits, lambda _: None)
-    conversion.require_one_of_stages(planned.all_differing)
-    compared = ComparisonReport(lost, conversion.drifted_tensors())
-    return plans, _judged(planned, [compared], path, strict=conversion.policy.strict)
+    begun = PlanReport(Outcome.begun(planner, notes))
+    planned = _agreeing([begun, *map(PlanReport.of, plans)], placed_in, path, planner.policy.accumulated)
+    lost = compare(planner.source, partition_for(planned.to_compare, 0, 1), planner.limits, lambda _: None)
+    planner.require_one_of_stages(planned.all_differing)
+    compared = ComparisonReport(lost, planner.sample_findings())
+    return plans, _judged(planned, [compared], path, strict=planner.policy.strict)

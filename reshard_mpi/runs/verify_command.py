@@ -50,7 +50,7 @@ from reshard_mpi.runs.check_sums import (
 from reshard_mpi.runs.maps_and_packing import apply_map, files_of_run, reading_of
 from reshard_mpi.runs.open_run import chosen_targets
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
-from reshard_mpi.runs.plan_conversion import LIMITS, Conversion
+from reshard_mpi.runs.planner import LIMITS, Planner
 from reshard_mpi.runs.process_memory import RunMemory, Workload, checking_bytes
 from reshard_mpi.runs.progress import Progress, ProgressStage, SliceCounter, Words, complain
 from reshard_mpi.runs.recorded_runs import (
@@ -75,7 +75,7 @@ _BEFORE_LOCATING = Summing(0, is_native=False, decoding_bytes=0, with_numpy=True
 class _ComparedCheckpoints(NamedTuple):
     """The expected result of a transform, and the checkpoint to compare with it."""
 
-    conversion: Conversion
+    planner: Planner
     target: SourceCheckpoint
     ranks: Sequence[int]  # target ranks to verify
     governor: Governor
@@ -86,11 +86,11 @@ class _ComparedCheckpoints(NamedTuple):
 
     def check(self, rank: int, size_bytes: int, comm: Comm, memory: RunMemory, progress: Progress) -> Outcome:
         """Compare the shard of a target rank with its sources. Raises DamageError if it cannot be compared."""
-        conversion, target = self.conversion, self.target
+        planner, target = self.planner, self.target
         purpose = f"target rank {rank} of {target.files.path}"
-        memory.reserve_for_planning(Workload(conversion, target.files.format, also_read=target), purpose)
-        plan = conversion.plan(rank, checked=False)
-        conversion.require_none_left_behind(plan, ShardShare(rank, conversion.target.world_size))
+        memory.reserve_for_planning(Workload(planner, target.files.format, also_read=target), purpose)
+        plan = planner.plan(rank, checked=False)
+        planner.require_none_left_behind(plan, ShardShare(rank, planner.target.world_size))
         if rank not in target:
             raise DamageError(
                 "a shard is missing",
@@ -98,9 +98,9 @@ class _ComparedCheckpoints(NamedTuple):
                 where=target.files.path,
                 remedy="run the transform that made the others once more, with --resume",
             )
-        peak_bytes = memory.require_possible(plan)
+        peak_bytes = memory.possible_peak_bytes(plan)
         while not memory.reserve_peak(peak_bytes, purpose):
-            plan = conversion.plan(rank, checked=False)
+            plan = planner.plan(rank, checked=False)
         shard = target.manifest(rank)
         _require_same_tensors(plan, shard)
         shard_progress = SliceCounter(progress.moved, size_bytes, plan.written_bytes)
@@ -110,11 +110,11 @@ class _ComparedCheckpoints(NamedTuple):
         finder = RecordFinder()
         rest = [error for path in paths for error in self._damaged_rest(finder, path, rank)]
         rest += [] if damage or rest else self._differing_copies()
-        notes = tuple(notes_on(conversion.policy.accumulated, plan.gradients))
+        notes = tuple(notes_on(planner.policy.accumulated, plan.gradients))
         unfit: dict[int, ReshardError] = {}
         while damage and (errors := self._unfit(plan, unfit, memory)):  # the sources may be what is damaged
             unfit |= errors
-            plan = conversion.without(unfit).plan(rank, checked=False)
+            plan = planner.without(unfit).plan(rank, checked=False)
             damage = _compare(plan, shard, lambda _: None)
         by = () if damage or rest else ("the source",)
         checked = Checked(rank, shard.path, len(plan.tensors), plan.written_bytes, by)
@@ -129,9 +129,9 @@ class _ComparedCheckpoints(NamedTuple):
         files = self.target.files
         if not (files.is_folder and formats.info(files.format).packs):
             return
-        own = Conversion(self.target, unsharded(), Policy(replicas=self.conversion.policy.replicas))
+        own = Planner(self.target, unsharded(), Policy(replicas=self.planner.policy.replicas))
         try:
-            own.checked(own.plan(0, checked=False))
+            own.with_facts_read(own.plan(0, checked=False))
         except DAMAGE as error:
             yield as_reshard_error(error, Path(files.path))
 
@@ -158,7 +158,7 @@ class _ComparedCheckpoints(NamedTuple):
 
     def _unfit(self, plan: RankPlan, looked_at: Collection[int], memory: RunMemory) -> dict[int, ReshardError]:
         """Return the errors of shards of `plan` that do not fit their kept sums, without those in `looked_at`."""
-        source = self.conversion.source
+        source = self.planner.source
         before_sums = partial(memory.reserve_for_checking, source.files.format, f"checking {source.files.path}")
         silent = Progress(Words(complain))
         ranks = [rank for rank in plan.read_ranks if rank not in looked_at]
@@ -176,11 +176,11 @@ def verify_pair(
     """
     progress.begin(ProgressStage("planning"))
     pair = agreed(lambda: _opened_pair(request, comm, memory, strategies), comm)
-    source, target = pair.conversion.source, pair.target
+    source, target = pair.planner.source, pair.target
     require_same_choice(comm, source.files, target.files)
     if comm.rank == 0:
         progress.display.reading(source.summary_text)
-    weights = target_weights(pair.conversion, pair.ranks)
+    weights = target_weights(pair.planner, pair.ranks)
     check = partial(pair.check, comm=comm, memory=memory, progress=progress)
     checked = _each(target.files, weights, comm, progress, check, pair.notes)
     if checked.failures and pair.otherwise is not None:
@@ -210,7 +210,7 @@ def _opened_pair(
     target = open_source(target_files, None if drops_in_folder else given)
     lists = (given or strategy_to_drop_by(run, target_files.path)) if drops_in_folder else None
     accumulated = accumulated_as_made(request, run)
-    conversion = Conversion(
+    planner = Planner(
         source,
         target.strategy if lists is None else lists.whole(),
         Policy(request.unlisted, replicas=request.replicas, accumulated=accumulated),
@@ -219,28 +219,28 @@ def _opened_pair(
     packing = files_of_run(request, source, run, target_files.format)
     by_file = packing is not None
     packing = packing or reading_of(request, source, target_files.format)
-    conversion, digests = apply_map(request, conversion, packing)
+    planner, digests = apply_map(request, planner, packing)
     if by_file:
-        assert conversion.mapped is not None
-        packed = conversion.mapped.packed
+        assert planner.mapped is not None
+        packed = planner.mapped.packed
         target = _packed_target(target_files, packed)
-        conversion = conversion.changed(target=target.strategy)
+        planner = planner.changed(target=target.strategy)
     otherwise = made_otherwise(request, digests, chosen_files(files), run, target_files.path)
     for damage in damage_of_indexes(target_files):
         raise damage
-    memory.free_with(conversion.forget, target.forget)
-    memory.reserve_for_planning(Workload(conversion, target_files.format, also_read=target), purpose)
-    conversion.drifted_tensors(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
+    memory.free_with(planner.forget, target.forget)
+    memory.reserve_for_planning(Workload(planner, target_files.format, also_read=target), purpose)
+    planner.sample_findings(damaged_are_replaced=True, process=comm.rank, processes=comm.size)
     notes: tuple[str, ...] = ()
     if comm.rank == 0:
-        if conversion.mapped is not None:
-            conversion.mapped.check_values()
-        notes = made_so if conversion.mapped is None else (*made_so, *conversion.mapped.notes())
+        if planner.mapped is not None:
+            planner.mapped.check_values()
+        notes = made_so if planner.mapped is None else (*made_so, *planner.mapped.notes())
         if accumulated is not request.accumulated:
             joined = f"the {accumulated} of the replicas, as {target_files.path} says"
             notes = (*notes, f"accumulated gradients are compared with {joined}")
-    ranks, committed = chosen_targets(request, conversion), commit_of(target.files).besides
-    return _ComparedCheckpoints(conversion, target, ranks, governor, notes, otherwise, committed)
+    ranks, committed = chosen_targets(request, planner), commit_of(target.files).besides
+    return _ComparedCheckpoints(planner, target, ranks, governor, notes, otherwise, committed)
 
 
 def _packed_target(files: shard_files.ShardFiles, packed: Packed) -> SourceCheckpoint:

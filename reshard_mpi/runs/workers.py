@@ -24,7 +24,7 @@ from reshard_mpi.errors import ReshardError, TransformError, as_reshard_error
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.processes.host import ONE_THREAD, host_name
 from reshard_mpi.processes.imports import fresh_interpreter, import_environment
-from reshard_mpi.processes.leases import finish, register_worker
+from reshard_mpi.processes.leases import give_back_start, register_worker
 from reshard_mpi.processes.signals import exit_when_terminated
 from reshard_mpi.runs.monitor import monitored
 from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport
@@ -78,7 +78,8 @@ def run_with_workers(
     Args:
         jobs: None for one on each core, but no more than are useful. If fewer than `jobs` are started, a note in the
             outcome says so.
-        caller: leads to the process that this one works for, if there is one; it sends nothing more.
+        caller: the channel to the process that has started this one, if it is not the caller itself. Nothing more is
+            sent on it, so if it becomes readable that process is gone.
 
     Raises EOFError when the caller is gone, and the error that refused the run. A worker that dies is a failure of the
     targets it has not made.
@@ -113,7 +114,7 @@ def _run_here(
     workers: list[_Worker] = []
     counts = SharedCounts(size)
 
-    def be_worker(rank: int, channel: Channel) -> Outcome:
+    def do_work(rank: int, channel: Channel) -> Outcome:
         register_worker(memory.governor())
         channel.send(("there", None))
         progress = Progress(PipeDisplay(channel, begins=rank == 0), counts.of(rank))
@@ -125,7 +126,7 @@ def _run_here(
     try:
         try:
             for rank in range(size):
-                workers.append(_start(workers, rank, partial(be_worker, rank), mask))
+                workers.append(_start(workers, rank, partial(do_work, rank), mask))
             progress.counts_of_others = counts.read
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             result = _serve(workers, progress, memory, caller)
@@ -214,29 +215,29 @@ def _run_elsewhere(request: Request, jobs: int | None, progress: Progress, work:
     return outcome
 
 
-def _start(others: list[_Worker], rank: int, be_worker: Callable[[Channel], Outcome], mask: Iterable[int]) -> _Worker:
+def _start(others: list[_Worker], rank: int, do_work: Callable[[Channel], Outcome], mask: Iterable[int]) -> _Worker:
     """Fork a worker. others: those started before. mask: the signals that are blocked in it."""
     ours, theirs = Channel.pair()
 
-    def be_child() -> None:
+    def be_worker() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for other in (ours, *(worker.channel for worker in others)):
             other.close()  # or the worker at its other end would not see that the parent has closed it
-        _work(theirs, be_worker)
+        _send_result_of(do_work, theirs)
 
-    process = Fork(be_child)
+    process = Fork(be_worker)
     theirs.close()
     return _Worker(rank, process, ours)
 
 
-def _work(channel: Channel, be_worker: Callable[[Channel], Outcome]) -> None:
+def _send_result_of(do_work: Callable[[Channel], Outcome], channel: Channel) -> None:
     """Do a worker's part of the work, and send the result to the parent."""
     with ends_quietly():
         try:
-            result: Outcome | ReshardError = be_worker(channel)
+            result: Outcome | ReshardError = do_work(channel)
         except ReshardError as error:
             result = error
-        finish()
+        give_back_start()
         channel.send(("result", result))
 
 
@@ -273,7 +274,7 @@ def _serve(
             elif kind == "gather":
                 worker.gathering, worker.value, worker.target = True, value, None
             else:
-                _note(worker, kind, value)
+                _remember(worker, kind, value)
                 tell(progress.display, kind, value)
         waiting = [worker for worker in open_workers if worker.gathering]
         if waiting and len(waiting) == len(open_workers):
@@ -285,7 +286,7 @@ def _serve(
     return result if result is not None else lost._replace(processes=len(workers))
 
 
-def _note(worker: _Worker, kind: str, arguments: tuple[Any, ...]) -> None:
+def _remember(worker: _Worker, kind: str, arguments: tuple[Any, ...]) -> None:
     if kind == "assigned":
         (worker.to_make,) = arguments
     elif kind == "started":

@@ -20,12 +20,12 @@ from reshard_mpi.journal.publication import Publication, opened_partial
 from reshard_mpi.journal.target_records import joined_sums
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.outcome import Failure, Outcome, merge, record_of
+from reshard_mpi.runs.outcome import Failure, Outcome, merge, report_of
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.scheduling import TargetSlice
 from reshard_mpi.runs.target_plans import TargetPlans
-from reshard_mpi.runs.target_writer import ShareReport, Writer
+from reshard_mpi.runs.target_writer import SliceReport, Writer
 
 
 def write_targets(plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress) -> Outcome:
@@ -38,7 +38,7 @@ def write_targets(plans: TargetPlans, comm: Comm, memory: RunMemory, progress: P
     """
     writer = Writer(plans, comm, memory, progress)
     progress.display.assigned(tuple(rank for rank in plans.own.leads if rank in plans.inputs))
-    if not any(work.shares for work in plans.assignments):
+    if not any(work.slices for work in plans.assignments):
         return writer.write_alone()
     shared = SharedTargets(writer, plans, comm, progress)
     with ExitStack() as publications:
@@ -71,12 +71,12 @@ class Reserved(NamedTuple):
 
 
 class FillReport(NamedTuple):
-    """A process's results on shared targets so far. outcome: with its failures."""
+    """A process's results on shared targets so far, with its failures in `outcome`."""
 
     outcome: Outcome = Outcome()
     reserved: tuple[Reserved, ...] = ()
-    filled: tuple[ShareReport, ...] = ()
-    verified: tuple[ShareReport, ...] = ()
+    filled: tuple[SliceReport, ...] = ()
+    verified: tuple[SliceReport, ...] = ()
 
     def joined(self, others: Iterable[FillReport]) -> FillReport:
         """Return this and the `others`, of the same process, as one."""
@@ -111,48 +111,46 @@ class SharedTargets:
             publications: keeps them open until all are published.
         """
 
-        def reserve(rank: int) -> FillReport:
+        def reserve_one(rank: int) -> FillReport:
             begin = time.monotonic()
-            plan, waited_seconds = self._writer.plan(rank)
+            plan, waited_seconds = self._writer.plan_with_memory(rank)
             publication = publications.enter_context(self._writer.writing(rank))
             manifest = self._writer.reserve(publication, plan)
             reserved = Reserved.of(rank, manifest, publication.identity)
             self._led[rank] = _Led(publication, reserved, begin, waited_seconds)
             return FillReport(reserved=(reserved,))
 
-        shared = {share.target for share in self._plans.own.shares}
+        shared = {each.target for each in self._plans.own.slices}
         ranks = [rank for rank in self._plans.own.leads if rank in shared and rank in self._plans.inputs]
-        return FillReport().joined(record_of(FillReport, self._writer.attempt(rank, reserve)) for rank in ranks)
+        return FillReport().joined(report_of(FillReport, self._writer.attempt(rank, reserve_one)) for rank in ranks)
 
     def fill(self, reservations: Mapping[int, Reserved]) -> FillReport:
-        """Fill this process's shares of the targets that have been reserved."""
+        """Fill this process's slices of the targets that have been reserved."""
 
-        def fill(
-            share: TargetSlice, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span, waited_seconds: float
+        def fill_one(
+            own: TargetSlice, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span, waited_seconds: float
         ) -> FillReport:
-            self._progress.display.started(share.target)
+            self._progress.display.started(own.target)
             filled = self._writer.fill_span(plan, manifest, descriptor, span)
             return FillReport(filled=(filled._replace(waited_seconds=waited_seconds),))
 
-        return self._of_shares(self._plans.own.shares, reservations, fill)
+        return self._of_slices(self._plans.own.slices, reservations, fill_one)
 
     def verify(self, reservations: Mapping[int, Reserved], parts: Sequence[FillReport]) -> FillReport:
         """Compare this process's shares of the targets that all have filled with their sources."""
 
-        def verify(
-            share: TargetSlice, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span, waited_seconds: float
+        def verify_one(
+            own: TargetSlice, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span, waited_seconds: float
         ) -> FillReport:
-            sums = self._writer.verify(plan, manifest, descriptor, span, share.bytes_of(plan.written_bytes))
-            return FillReport(verified=(ShareReport(share.target, waited_seconds, sums=sums),))
+            sums = self._writer.verify(plan, manifest, descriptor, span, own.bytes_of(plan.written_bytes))
+            return FillReport(verified=(SliceReport(own.target, waited_seconds, sums=sums),))
 
-        filled = [
-            share for share in self._plans.own.shares if not self._parts_of(share.target, parts, verified=False)[1]
-        ]
-        return self._of_shares(filled, reservations, verify)
+        filled = [each for each in self._plans.own.slices if not self._parts_of(each.target, parts, verified=False)[1]]
+        return self._of_slices(filled, reservations, verify_one)
 
-    def _of_shares(
+    def _of_slices(
         self,
-        shares: Iterable[TargetSlice],
+        slices: Iterable[TargetSlice],
         reservations: Mapping[int, Reserved],
         do: Callable[[TargetSlice, RankPlan, Manifest, int, Span, float], FillReport],
     ) -> FillReport:
@@ -163,21 +161,21 @@ class SharedTargets:
                 memory was waited for.
         """
 
-        def do_one(share: TargetSlice, rank: int) -> FillReport:
+        def do_one(own: TargetSlice, rank: int) -> FillReport:
             reserved = reservations[rank]
-            plan, waited_seconds = self._writer.plan(rank)
+            plan, waited_seconds = self._writer.plan_with_memory(rank)
             manifest = reserved.manifest()
             _require_planned_alike(plan, manifest, self._run.request.source)
             with self._opened(rank, reserved) as descriptor:
-                span = share.range_of(os.fstat(descriptor).st_size)
-                report = do(share, plan, manifest, descriptor, span, waited_seconds)
+                span = own.range_of(os.fstat(descriptor).st_size)
+                report = do(own, plan, manifest, descriptor, span, waited_seconds)
             # Whoever leads the target has looked at the sources at another time.
             self._plans.inputs[rank].require_sources_unchanged(rank)
             return report
 
-        there = (share for share in shares if share.target in reservations)
+        there = (each for each in slices if each.target in reservations)
         return FillReport().joined(
-            record_of(FillReport, self._writer.attempt(share.target, partial(do_one, share))) for share in there
+            report_of(FillReport, self._writer.attempt(each.target, partial(do_one, each))) for each in there
         )
 
     def _opened(self, rank: int, reserved: Reserved) -> AbstractContextManager[int]:
@@ -189,36 +187,36 @@ class SharedTargets:
     def publish(self, parts: Sequence[FillReport]) -> Outcome:
         """Put the shared targets that this process leads in place, if all other processes have done their parts."""
 
-        def publish(rank: int) -> Outcome:
+        def publish_one(rank: int) -> Outcome:
             led = self._led[rank]
             filled, failures = self._parts_of(rank, parts, verified=self._run.request.verify)
             if failures:
                 return Outcome(failures=failures)
             compared = [verified for part in parts for verified in part.verified if verified.rank == rank]
-            plan, waited_seconds = self._writer.plan(rank)
-            sums = joined_sums((share.sums for share in compared), plan.tensors.specs.names) if compared else ()
-            self._writer.seal(led.publication, led.reserved.manifest(), sums)
-            waited_seconds += led.waited_seconds + max((share.waited_seconds for share in compared), default=0.0)
-            return self._writer.finished(plan, led.begin, waited_seconds, filled)
+            plan, waited_seconds = self._writer.plan_with_memory(rank)
+            sums = joined_sums((each.sums for each in compared), plan.tensors.specs.names) if compared else ()
+            self._writer.finish(led.publication, led.reserved.manifest(), sums)
+            waited_seconds += led.waited_seconds + max((each.waited_seconds for each in compared), default=0.0)
+            return self._writer.outcome_of(plan, led.begin, waited_seconds, filled)
 
-        return Outcome().joined([self._writer.attempt(rank, publish) for rank in self._led])
+        return Outcome().joined([self._writer.attempt(rank, publish_one) for rank in self._led])
 
     def _parts_of(
         self, rank: int, parts: Sequence[FillReport], *, verified: bool
-    ) -> tuple[list[ShareReport], tuple[Failure, ...]]:
+    ) -> tuple[list[SliceReport], tuple[Failure, ...]]:
         """Return the filled parts of the shared target `rank`, and failures of the processes that have not done theirs.
 
         Args:
             parts: of all processes; that of a process that died has only the outcome of its death.
             verified: whether parts must have been verified too.
         """
-        all_filled: list[ShareReport] = []
+        all_filled: list[SliceReport] = []
         failures: list[Failure] = []
         for process, (work, part) in enumerate(zip(self._plans.assignments, parts)):
-            if rank not in {share.target for share in work.shares}:
+            if rank not in {each.target for each in work.slices}:
                 continue
             own = [filled for filled in part.filled if filled.rank == rank]
-            is_whole = own and (not verified or any(share.rank == rank for share in part.verified))
+            is_whole = own and (not verified or any(each.rank == rank for each in part.verified))
             if is_whole and not any(failure.rank == rank for failure in part.outcome.failures):
                 all_filled += own
                 continue
@@ -236,7 +234,7 @@ class SharedTargets:
 
 def _gathered(comm: Comm, part: FillReport) -> list[FillReport]:
     """Return the parts of all processes, in their order. part: this process's."""
-    return [record_of(FillReport, value) for value in comm.allgather(part)]
+    return [report_of(FillReport, value) for value in comm.allgather(part)]
 
 
 def _require_planned_alike(plan: RankPlan, manifest: Manifest, source: str) -> None:

@@ -152,7 +152,7 @@ class Placement:
         return math.prod(self.mesh[axis] for axis in self.free_axes)
 
     @property
-    def copies(self) -> int:
+    def replicas(self) -> int:
         """How many ranks hold the same piece, over all stages."""
         return self.holders_per_slice // self.optimizer * len(self.stages)
 

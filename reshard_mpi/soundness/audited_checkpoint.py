@@ -38,7 +38,7 @@ from reshard_mpi.processes.comm import Comm
 from reshard_mpi.quantization.layouts import FLOATS_8_BIT
 from reshard_mpi.quantization.weights import QuantizedWeight
 from reshard_mpi.runs.outcome import Outcome
-from reshard_mpi.runs.plan_conversion import LIMITS, Conversion
+from reshard_mpi.runs.planner import LIMITS, Planner
 from reshard_mpi.runs.process_memory import RunMemory, Workload
 from reshard_mpi.runs.progress import Progress, ProgressStage
 from reshard_mpi.runs.request import Request, Strategies
@@ -78,7 +78,7 @@ class AuditedCheckpoint(NamedTuple):
     """A checkpoint that is open to be audited, and the plan of all that it holds."""
 
     source: SourceCheckpoint
-    conversion: Conversion  # to one full checkpoint in its own names
+    planner: Planner  # to one full checkpoint in its own names
     plan: RankPlan
     numbers: Mapping[str, int]  # by name, of the tensors that have all their parts
     outcome: Outcome  # notes and warnings on it
@@ -152,19 +152,19 @@ def open_audited(
     files = source.files  # with what has been noticed while they were opened
     # Partial sums of a step that is not finished differ, and are judged by their mean.
     policy = Policy(replicas=request.replicas, accumulated=Accumulated.MEAN, allows_holes=True)
-    conversion = Conversion(source, unsharded(), policy)
-    memory.free_with(conversion.forget)
-    memory.reserve_for_planning(Workload(conversion, files.format, also_read=source), purpose)
-    drift = conversion.drifted_tensors(process=comm.rank, processes=comm.size)
-    warnings = [drift_warning(drift.copies)] if drift.copies else []
-    plan = conversion.plan(0, checked=False)
-    conversion.require_none_left_behind(plan, ShardShare(comm.rank, comm.size))
-    differing = conversion.checked(plan).differing if comm.rank == 0 else ()
-    found = difference_messages((*drift.unlisted, *differing), files.path)
-    peak_bytes = memory.require_possible(plan) + (comparing_bytes(LIMITS) if plan.to_compare else 0)
+    planner = Planner(source, unsharded(), policy)
+    memory.free_with(planner.forget)
+    memory.reserve_for_planning(Workload(planner, files.format, also_read=source), purpose)
+    findings = planner.sample_findings(process=comm.rank, processes=comm.size)
+    warnings = [drift_warning(findings.drifted)] if findings.drifted else []
+    plan = planner.plan(0, checked=False)
+    planner.require_none_left_behind(plan, ShardShare(comm.rank, comm.size))
+    differing = planner.with_facts_read(plan).differing if comm.rank == 0 else ()
+    found = difference_messages((*findings.unlisted, *differing), files.path)
+    peak_bytes = memory.possible_peak_bytes(plan) + (comparing_bytes(LIMITS) if plan.to_compare else 0)
     peak_bytes += _NUMPY_BYTES + _BUFFER_BYTES + _CONTENT_BYTES * len(plan.tensors)
     while not memory.reserve_peak(peak_bytes, purpose):
-        plan = conversion.plan(0, checked=False)
+        plan = planner.plan(0, checked=False)
     of_targets = {*notes_on(policy.accumulated, plan.gradients)}
     of_plan = (note for note in plan.notes if note not in of_targets)
     notes = (*gradient_texts(policy.accumulated, plan.gradients), *of_plan)
@@ -175,7 +175,7 @@ def open_audited(
     )
     names = plan.tensors.specs.names
     numbers = {name: number for number, name in enumerate(names) if name not in plan.holes}
-    return AuditedCheckpoint(source, conversion, plan, numbers, outcome)
+    return AuditedCheckpoint(source, planner, plan, numbers, outcome)
 
 
 def read_contents(

@@ -26,7 +26,7 @@ from reshard_mpi.formats.registry import FormatInfo
 from reshard_mpi.planning.rank_choice import Replicas
 from reshard_mpi.planning.rank_plan import Limits, RankPlan
 from reshard_mpi.planning.target_tensors import Policy
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement
@@ -98,12 +98,12 @@ class CheckpointConformance(FormatUnderTest):
     @given(arrays=tensors(), data=st.data())
     def test_what_targets_hold_is_what_numpy_cuts(self, arrays: ArraysByName, data: st.DataObject) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            conversion = self._opened(Path(folder), arrays, data)
-            for rank in range(conversion.target.world_size):
-                loaded = load_shard(conversion.plan(rank), limits=conversion.limits)
+            planner = self._opened(Path(folder), arrays, data)
+            for rank in range(planner.target.world_size):
+                loaded = load_shard(planner.plan(rank), limits=planner.limits)
                 assert loaded.keys() == arrays.keys()
                 for name, array in loaded.items():
-                    expected = _cut(arrays[name], _box(conversion.target, name, arrays[name].shape, rank))
+                    expected = _cut(arrays[name], _box(planner.target, name, arrays[name].shape, rank))
                     assert array.dtype == expected.dtype and array.shape == expected.shape
                     assert array.tobytes() == expected.tobytes(), name
 
@@ -111,12 +111,12 @@ class CheckpointConformance(FormatUnderTest):
     @given(arrays=tensors(), data=st.data())
     def test_slices_are_those_of_numpy(self, arrays: ArraysByName, data: st.DataObject) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            conversion = self._opened(Path(folder), arrays, data)
-            rank = data.draw(st.integers(0, conversion.target.world_size - 1))
-            reader = RegionReader(conversion.limits, None)
-            for group in conversion.plan(rank).tensors.groups:
+            planner = self._opened(Path(folder), arrays, data)
+            rank = data.draw(st.integers(0, planner.target.world_size - 1))
+            reader = RegionReader(planner.limits, None)
+            for group in planner.plan(rank).tensors.groups:
                 for place, name in enumerate(group.names):
-                    whole = _cut(arrays[name], _box(conversion.target, name, arrays[name].shape, rank))
+                    whole = _cut(arrays[name], _box(planner.target, name, arrays[name].shape, rank))
                     indices = [_indices(length, data) for length in whole.shape]
                     expected = whole[np.ix_(*indices)] if indices else whole
                     out = np.empty(expected.shape[::-1], whole.dtype).T
@@ -130,17 +130,17 @@ class CheckpointConformance(FormatUnderTest):
     @given(arrays=tensors(), data=st.data())
     def test_a_lost_file_is_replaced_or_refused(self, arrays: ArraysByName, data: st.DataObject) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            conversion = self._opened(Path(folder), arrays, data)
-            files = [path for paths in conversion.source.files.by_rank.values() for path in paths]
+            planner = self._opened(Path(folder), arrays, data)
+            files = [path for paths in planner.source.files.by_rank.values() for path in paths]
             lost = Path(data.draw(st.sampled_from(files)))
             if data.draw(st.booleans()):
                 lost.unlink()
             else:
                 lost.write_bytes(lost.read_bytes()[: data.draw(st.integers(0, lost.stat().st_size - 1))])
             try:
-                left = self.found(Path(conversion.source.files.path))
-                strategy = None if left.is_folder else conversion.source.strategy
-                again = Conversion(open_source(left, strategy), conversion.target)
+                left = self.found(Path(planner.source.files.path))
+                strategy = None if left.is_folder else planner.source.strategy
+                again = Planner(open_source(left, strategy), planner.target)
                 for rank in range(again.target.world_size):
                     for name, array in load_shard(again.plan(rank), limits=again.limits).items():
                         expected = _cut(arrays[name], _box(again.target, name, arrays[name].shape, rank))
@@ -154,16 +154,16 @@ class CheckpointConformance(FormatUnderTest):
         self, arrays: ArraysByName, data: st.DataObject
     ) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            conversion = self._opened(Path(folder), arrays, data)
-            before = conversion.plan(0)
-            conversion.forget()
-            after = conversion.plan(0)
+            planner = self._opened(Path(folder), arrays, data)
+            before = planner.plan(0)
+            planner.forget()
+            after = planner.plan(0)
             assert after.tensors == before.tensors and after.read_ranks == before.read_ranks
 
-    def _opened(self, folder: Path, arrays: ArraysByName, data: st.DataObject) -> Conversion:
+    def _opened(self, folder: Path, arrays: ArraysByName, data: st.DataObject) -> Planner:
         strategy = self.write(folder, arrays, data)
         source = open_source(self.found(folder), strategy)
-        return Conversion(source, _target(arrays, data), Policy(replicas=Replicas.CHECK))
+        return Planner(source, _target(arrays, data), Policy(replicas=Replicas.CHECK))
 
 
 def _indices(length: int, data: st.DataObject) -> range:

@@ -20,7 +20,7 @@ from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import DisagreementError
 from reshard_mpi.planning.rank_choice import Replicas
 from reshard_mpi.planning.target_tensors import Policy
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy import Strategy, unsharded
@@ -80,6 +80,6 @@ def test_pieces_that_overlap_and_differ_are_refused(tmp_path: Path, replicas: Re
     (tmp_path / toy_folder.INDEX).write_text(json.dumps([listed, {}]))
     source = open_source(discovery.find_shards(str(tmp_path)), None)
     with pytest.raises(DisagreementError, match="'w'") as caught:
-        Conversion(source, unsharded(), Policy(replicas=replicas)).plan(0)
+        Planner(source, unsharded(), Policy(replicas=replicas)).plan(0)
     assert "[6]" in str(caught.value)
-    assert Conversion(source, unsharded(), Policy(replicas=Replicas.ANY)).plan(0).copies == 1
+    assert Planner(source, unsharded(), Policy(replicas=Replicas.ANY)).plan(0).copies == 1

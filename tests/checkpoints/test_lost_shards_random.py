@@ -22,7 +22,7 @@ from reshard_mpi.errors import CoverageError, ReshardError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.source_flaws import UnusableShard
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy import Strategy
 
@@ -45,10 +45,10 @@ def is_left(case: Case, target: int, sound: Collection[int]) -> bool:
     return not any(ranks.isdisjoint(sound) for ranks in needed_holders(layouts, shapes, case.src.world_size, target))
 
 
-def planned(conversion: Conversion, rank: int) -> RankPlan | str:
+def planned(planner: Planner, rank: int) -> RankPlan | str:
     """Return the plan of a target, or what it is refused for."""
     try:
-        return conversion.plan(rank, checked=False)
+        return planner.plan(rank, checked=False)
     except CoverageError as error:
         return str(error)
 
@@ -62,11 +62,11 @@ def test_every_target_is_planned_if_and_only_if_all_it_needs_is_left(case: Case,
     if not sound:
         return
     target = strategy_of(case.dst)
-    conversion = Conversion(described(case, sound, present), target)
+    planner = Planner(described(case, sound, present), target)
     some = sorted(data.draw(st.sets(st.sampled_from(range(target.world_size)), min_size=1, max_size=4)))
     plans = {}
     for rank in some:
-        plan = plans[rank] = planned(conversion, rank)
+        plan = plans[rank] = planned(planner, rank)
         if not is_left(case, rank, sound):
             assert isinstance(plan, str)
             continue
@@ -77,10 +77,10 @@ def test_every_target_is_planned_if_and_only_if_all_it_needs_is_left(case: Case,
             assert lost.rank not in sound and bool(lost.problem) == (lost.rank in present)
             assert set(lost.taken_from) <= set(plan.read_ranks)
     # Whatever has been met before, for whichever other targets, each target is taken from the same shards.
-    again = Conversion(described(case, sound, present), target)
+    again = Planner(described(case, sound, present), target)
     for rank in reversed(some):
         assert planned(again, rank) == plans[rank]
-    assert planned(Conversion(described(case, sound, present), target), some[-1]) == plans[some[-1]]
+    assert planned(Planner(described(case, sound, present), target), some[-1]) == plans[some[-1]]
 
 
 def test_nothing_is_opened_only_to_see_whether_it_can_be_read() -> None:
@@ -92,10 +92,10 @@ def test_nothing_is_opened_only_to_see_whether_it_can_be_read() -> None:
     files = ShardFiles("nowhere", "ckpt", {rank: (f"rank_{rank}",) for rank in manifests})
     target = Strategy(2, 1, {"tied": (Placement((2,), ((0,),)),), "other": (Placement((2,)),)})
     source = Described(files, strategy, manifests=manifests)
-    assert Conversion(source, target).plan(0, checked=False).read_ranks == (2,)
+    assert Planner(source, target).plan(0, checked=False).read_ranks == (2,)
     assert list(source._manifests) == [2]
     del manifests[2]
-    assert Conversion(Described(files, strategy, manifests=manifests), target).plan(0, checked=False).read_ranks == (
+    assert Planner(Described(files, strategy, manifests=manifests), target).plan(0, checked=False).read_ranks == (
         0,
         3,
     )
@@ -108,8 +108,8 @@ def test_what_is_damaged_is_met_by_each_target_that_looks_for_what_was_never_sav
     files = ShardFiles("nowhere", "ckpt", {rank: (f"rank_{rank}",) for rank in range(4)})
     whole = Placement((8,))
     target = Strategy(8, 1, {"w": (whole,), "accu.w": (whole,)})
-    conversion = Conversion(Described(files, strategy, manifests=manifests), target)
-    plans = [conversion.plan(rank, checked=False) for rank in range(2)]
+    planner = Planner(Described(files, strategy, manifests=manifests), target)
+    plans = [planner.plan(rank, checked=False) for rank in range(2)]
     assert [[lost.rank for lost in plan.lost] for plan in plans] == [[2], [2]]
     assert {plan.absent for plan in plans} == {("accu.w",)}
 
@@ -126,7 +126,7 @@ def test_what_the_file_system_says_of_a_shard_is_damage(monkeypatch: pytest.Monk
     monkeypatch.setattr(Described, "_located", refusing)
     files = ShardFiles("nowhere", "ckpt", {rank: (f"rank_{rank}",) for rank in manifests})
     same = Strategy(2, 1, {"w": (Placement((2,)),)})
-    plan = Conversion(Described(files, same, manifests=manifests), same).plan(0, checked=False)
+    plan = Planner(Described(files, same, manifests=manifests), same).plan(0, checked=False)
     assert plan.lost == (UnusableShard(0, "rank_0", f"the file system refused, got {os.strerror(errno.ESTALE)}", (1,)),)
 
 

@@ -26,7 +26,7 @@ from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.planning.rank_choice import Replicas
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.target_tensors import Policy
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.runs.transform import plan_alone
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing.checkpoints import load_shard
@@ -138,14 +138,14 @@ def with_another_structure(kind: str, arrays: Arrays, name: str, other_name: str
 
 def outcome(spoiled: Spoiled, replicas: Replicas) -> tuple[list[RankPlan], list[Arrays]] | None:
     """Return the plans and contents of all targets, or None if they are refused. Any other error is a fault."""
-    conversion = Conversion(spoiled.source(), strategy_of(spoiled.case.dst), Policy(replicas=replicas))
+    planner = Planner(spoiled.source(), strategy_of(spoiled.case.dst), Policy(replicas=replicas))
     try:
-        plans, _ = plan_alone(conversion, range(spoiled.case.dst.world_size))
+        plans, _ = plan_alone(planner, range(spoiled.case.dst.world_size))
     except ReshardError as error:
         assert error.exit_code == 3
         assert error.problem and error.got and error.remedy, error
         return None
-    return plans, [load_shard(plan, limits=conversion.limits) for plan in plans]
+    return plans, [load_shard(plan, limits=planner.limits) for plan in plans]
 
 
 def wrong_tensors(spoiled: Spoiled, made: list[Arrays]) -> set[str]:

@@ -25,7 +25,7 @@ from support.terminals import run_on_terminal
 from reshard_mpi.cli import output
 from reshard_mpi.engine import first_difference
 from reshard_mpi.runs import diff, monitor
-from reshard_mpi.runs.plan_conversion import Conversion as Conversion_
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.runs.progress import Counts, Display, ProgressStage, RunStatus, format_seconds
 
 ESCAPE = "\x1b"
@@ -271,12 +271,12 @@ def test_each_tensor_that_is_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", [[], ["--plot", "plan.svg"]], ids=["plan", "plot"])
 def test_ranks_that_are_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: list[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    plan = Conversion_.plan
-    slow_down(monkeypatch, Conversion_, "plan")
+    plan = Planner.plan
+    slow_down(monkeypatch, Planner, "plan")
     finished = make(tmp_path / "c").done("plan", *option)
     assert re.search(r"^planning: rank 1 of 2, \S+ s so far$", finished.err, re.M), finished
     assert "planning" not in finished.out
-    monkeypatch.setattr(Conversion_, "plan", plan)  # it would wait for a display
+    monkeypatch.setattr(Planner, "plan", plan)  # it would wait for a display
     assert make(tmp_path / "q").done("plan", *option, "-q").err == ""
 
 

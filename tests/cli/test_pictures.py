@@ -17,7 +17,7 @@ from support.processes import Finished
 
 import reshard_mpi
 from reshard_mpi.planning.rank_plan import RankPlan
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.planner import Planner
 
 SPEC = 'mesh = {{ x = {ranks} }}\n[[parameter]]\nmatch = "w*"\nsplit = {{ 0 = ["x"] }}\n[[parameter]]\nmatch = "*"\n'
 
@@ -125,13 +125,13 @@ def test_of_sixteen_thousand_targets_few_are_planned(
     tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned: list[int] = []
-    plan = Conversion.plan
+    plan = Planner.plan
 
-    def counted(self: Conversion, target_rank: int, *, checked: bool = True) -> RankPlan:
+    def counted(self: Planner, target_rank: int, *, checked: bool = True) -> RankPlan:
         planned.append(target_rank)
         return plan(self, target_rank, checked=checked)
 
-    monkeypatch.setattr(Conversion, "plan", counted)
+    monkeypatch.setattr(Planner, "plan", counted)
     (tmp_path / "src").mkdir()
     write_shard({"w": np.zeros((16384, 2), np.float16), "b": np.zeros(3)}, tmp_path / "src" / "net.safetensors")
     (tmp_path / "dst.toml").write_text(SPEC.format(ranks=16384))

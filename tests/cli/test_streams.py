@@ -172,7 +172,7 @@ def test_a_report_that_cannot_be_written(
 def test_neither_targets_nor_a_report(conversion: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
     """What failed is told first of all, and the report is no longer said to be the only thing missing."""
     path = failing(monkeypatch, conversion, "full")
-    monkeypatch.setattr("reshard_mpi.runs.target_writer.Writer.seal", _refuse)
+    monkeypatch.setattr("reshard_mpi.runs.target_writer.Writer.finish", _refuse)
     said = conversion.refused("transform", "--report", str(path), code=4)
     assert "2 of 2 targets failed" in said
     assert "the report could not be written\n" in said

@@ -24,7 +24,7 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import NEST, ShardIdentity
 from reshard_mpi.formats.protocol import seal_file
 from reshard_mpi.formats.safetensors import huggingface as safetensors_index
-from reshard_mpi.journal.provenance import FileState, Sources, TargetInputs, digest_of_texts
+from reshard_mpi.journal.provenance import FileState, SourceStates, TargetInputs, digest_of_texts
 from reshard_mpi.journal.run_records import RunIdentity
 from reshard_mpi.journal.target_records import RecordHead, TargetRecord, TensorSum
 from reshard_mpi.planning.rank_plan import SharedFact, StageDigest
@@ -199,12 +199,12 @@ def records(path: Path) -> Iterator[None]:
     identity = RunIdentity({"target_ranks": 1, "to": "ckpt", "source": "src", "prefix": "checkpoint_"})
     path.write_text(identity.as_text())
     yield
-    sources = Sources("/src", (FileState("rank_0/a.ckpt", 99, 1),))
+    sources = SourceStates("/src", (FileState("rank_0/a.ckpt", 99, 1),))
     moments, beginnings = (SharedFact("step", "3", "p"),), (PrefixDigest("lr", "00", 1),)
-    evidence = TargetInputs((0, 2), StageDigest(0, "0" * 8, 0), moments, beginnings, sources, digest_of_texts({}))
+    inputs = TargetInputs((0, 2), StageDigest(0, "0" * 8, 0), moments, beginnings, sources, digest_of_texts({}))
     sums = (TensorSum("w", "float32", (4, 2), (2, 0), (2, 2), 1, loose=False),)
     head = RecordHead(identity.digest, 0, "rank_0/checkpoint_0.ckpt", 77, None, (5, 6))
-    record = TargetRecord(head, evidence, sums)
+    record = TargetRecord(head, inputs, sums)
     path.write_text(record.as_text())
     yield
     target = {"rank": 0, "file": record.file, "size_bytes": 77, "read_ranks": [0]}

@@ -51,7 +51,6 @@ from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.journal.target_records import TargetRecord
 from reshard_mpi.planning.rank_plan import StageDigest
 from reshard_mpi.planning.source_flaws import Differences
-from reshard_mpi.runs import transform as transforming
 from reshard_mpi.runs.outcome import Outcome
 from reshard_mpi.runs.target_writer import Writer
 
@@ -173,7 +172,7 @@ def test_what_has_just_been_written_is_not_found_for_once(
     c, number = make(tmp_path), 0
     c = c.but(dst_strategy=None) if "hf" in options else c
     tasks = [["--part", "0/2"], options] if "--part" in options else [options]
-    look, commit_it = getattr(os, call), transforming.commit_if_complete
+    look, commit_it = getattr(os, call), journal_commit.commit_if_complete
     ends = set()
     while number < 200:
         c, left = c.but(dst=tmp_path / f"dst{number}"), number
@@ -195,7 +194,7 @@ def test_what_has_just_been_written_is_not_found_for_once(
         for task in tasks[:-1]:
             c.done("transform", *task)
         with monkeypatch.context() as patched:
-            patched.setattr(transforming, "commit_if_complete", commit_blindly)
+            patched.setattr(journal_commit, "commit_if_complete", commit_blindly)
             finished = c.run("transform", *tasks[-1])
         ends.add(finished.code)
         if finished.code == 0 and "note: " not in finished.err:

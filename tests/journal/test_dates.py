@@ -12,7 +12,7 @@ from support.command_line import done
 from support.conversions import Conversion, listing, make
 from support.examples import few
 
-from reshard_mpi.journal.provenance import FileState, Sources
+from reshard_mpi.journal.provenance import FileState, SourceStates
 
 YEAR = 31_556_952 * 10**9
 DATES = {
@@ -59,6 +59,6 @@ def test_a_source_of_that_date(tmp_path: Path, date: str) -> None:
 @pytest.mark.parametrize("date", DATES)
 def test_a_record_keeps_that_date(date: str) -> None:
     """Whatever the file system of these tests has of it."""
-    sources = Sources("/src", (FileState("rank_0/a.ckpt", 1, DATES[date]),))
-    assert Sources.of(json.loads(json.dumps(sources.as_json()))) == sources
+    sources = SourceStates("/src", (FileState("rank_0/a.ckpt", 1, DATES[date]),))
+    assert SourceStates.of(json.loads(json.dumps(sources.as_json()))) == sources
     assert str(sources.files[0]).startswith("1 bytes of ")

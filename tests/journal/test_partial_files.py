@@ -20,7 +20,7 @@ import reshard_mpi
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal import publication
 from reshard_mpi.journal.provenance import TargetInputs
-from reshard_mpi.journal.publication import Publication, remove_stale, stale_bytes
+from reshard_mpi.journal.publication import Publication, dead_partial_bytes, remove_dead_partials
 from reshard_mpi.journal.target_folders import Unrecorded
 from reshard_mpi.planning.rank_plan import StageDigest
 from reshard_mpi.processes.host import host_name
@@ -109,7 +109,7 @@ def test_what_was_written_on_another_host(path: Path, start: Start) -> None:
     write(path)
     assert partial.exists() and left(path) == 0
     with Folder.open(path.parent) as folder:
-        remove_stale(folder, path.name, "another")
+        remove_dead_partials(folder, path.name, "another")
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -117,8 +117,8 @@ def test_one_of_a_name_that_is_a_pattern(tmp_path: Path) -> None:
     host = host_name(os.environ)
     with Folder.open(tmp_path) as folder, Publication(folder, "net1.ckpt", host=host) as other:
         other.partial.write_bytes(CONTENT)
-        assert stale_bytes(folder, "net?.ckpt", host) == stale_bytes(folder, "net1.ckpt", host) == 0
-        remove_stale(folder, "net?.ckpt", host)
+        assert dead_partial_bytes(folder, "net?.ckpt", host) == dead_partial_bytes(folder, "net1.ckpt", host) == 0
+        remove_dead_partials(folder, "net?.ckpt", host)
         assert list(tmp_path.iterdir()) == [other.partial]
 
 

@@ -29,7 +29,7 @@ from reshard_mpi.filesystem import object_files, read_ahead
 from reshard_mpi.filesystem.object_files import ObjectFile, open_object
 from reshard_mpi.filesystem.read_ahead import ReadAhead, blocks_of
 from reshard_mpi.planning.rank_plan import Limits
-from reshard_mpi.runs import plan_conversion
+from reshard_mpi.runs import planner
 from reshard_mpi.text import KIB, MIB
 
 SIZE = 4000
@@ -45,7 +45,7 @@ def small_numbers(block: int, gap: int, foreseen: int, room: int) -> Iterator[No
         patch.setattr(read_ahead, "_FORESEEN_BYTES", foreseen)
         patch.setattr(read_ahead, "_MOST_WAITING", 5)
         patch.setattr(source_ranges, "_LONG_RUN_BYTES", 16)
-        patch.setattr(plan_conversion, "LIMITS", Limits(4 * block, 8 * block))
+        patch.setattr(planner, "LIMITS", Limits(4 * block, 8 * block))
         for module in (source_ranges, read_ahead):
             patch.setattr(module, "ReadAhead", partial(ReadAhead, room_bytes=room))
         yield

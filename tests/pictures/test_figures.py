@@ -172,7 +172,7 @@ def test_blocks_tile_the_tensor_however_many_pieces_there_are(placement: Placeme
     for block in panel.blocks:
         covered[tuple(map(slice, block.box.start, block.box.stop))] += 1
         assert all(layout.box(rank) == block.piece for rank in block.holders)
-        assert block.box.contains(block.piece) and block.copies == placement.copies
+        assert block.box.contains(block.piece) and block.copies == placement.replicas
     assert (covered == 1).all()
 
 

@@ -29,8 +29,8 @@ from reshard_mpi.errors import DisagreementError, StrategyError
 from reshard_mpi.formats.locations import ByteRange, LibraryRead
 from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.comparison_choice import MAX_PAIRS, PLACE_ELEMENTS, places, rank_pairs
-from reshard_mpi.planning.strategy_check import Drift
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.planning.strategy_check import SampleFindings
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.sharding import strategy_files
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import Placement
@@ -758,14 +758,14 @@ def test_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     c = Checkpoint(tmp_path, spec, whole)
     c.arguments(spec)
     source = open_source(find_shards(str(c.src)), strategy_files.load(str(tmp_path / "src.toml")))
-    conversion = Conversion(source, unsharded())
-    assert conversion.drifted_tensors() == Drift()
+    conversion = Planner(source, unsharded())
+    assert conversion.sample_findings() == SampleFindings()
     assert 0 < sum(part.length_bytes for part in read) <= 300 * 1024
     alone = {*read}
     read.clear()
     for process in range(3):
         before = len(read)
-        conversion.drifted_tensors(process=process, processes=3)
+        conversion.sample_findings(process=process, processes=3)
         assert len(read) - before < len(alone)
     assert {*read} == alone
 
@@ -792,7 +792,7 @@ def test_little_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(compare_samples, "excerpt", counting)
     source = open_source(find_shards(str(tmp_path / "src")), strategy_files.load(str(tmp_path / "src.toml")))
-    assert Conversion(source, unsharded()).drifted_tensors() == Drift()
+    assert Planner(source, unsharded()).sample_findings() == SampleFindings()
     assert {name[0] for _, name in decoded} == {"w", "x"}
     assert len(decoded) == len({*decoded}) <= 4 * 4  # of each shard a few, and each in one place
 

@@ -588,7 +588,7 @@ def test_other_copies_are_compared_if_that_is_asked() -> None:
 
 def counted(group: ReplicaGroup) -> list[str]:
     """Return names, once for each copy of each element that is read to compare them."""
-    return [name for name in group.names for _ in range(group.copies * group.region.size)]
+    return [name for name in group.names for _ in range(group.replicas * group.region.size)]
 
 
 @given(cases(unlisted=False), st.integers(1, 9))

@@ -16,7 +16,7 @@ from reshard_mpi.checkpoints.discovery import find_shards
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.errors import CoverageError
 from reshard_mpi.runs.open_run import strategy_of as filled
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.runs.scheduling import target_weights
 from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy import Strategy, unsharded
@@ -30,7 +30,7 @@ def weights(folder: Path, target: Side, ranks: range) -> dict[int, int]:
     source = Side(2, 1, rows, frozenset({"scale.w"}))
     write_shards(source, TENSORS, folder, "ckpt")
     checkpoint = open_source(find_shards(str(folder)), strategy_of(source))
-    return target_weights(Conversion(checkpoint, strategy_of(target)), ranks)
+    return target_weights(Planner(checkpoint, strategy_of(target)), ranks)
 
 
 def test_targets_of_one_stage_weigh_alike(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_files_that_are_filled_weigh_what_they_hold(tmp_path: Path) -> None:
     write_shards(whole, each, tmp_path, "ckpt")
     checkpoint = open_source(find_shards(str(tmp_path)), strategy_of(whole))
     named = [[f"w{first}", f"w{first + 1}"] for first in range(0, 300, 2)]
-    found = target_weights(Conversion(checkpoint, filled(named)), range(150))
+    found = target_weights(Planner(checkpoint, filled(named)), range(150))
     assert found == {file: sum(each[name].nbytes for name in names) for file, names in enumerate(named)}
 
 
@@ -64,8 +64,8 @@ def test_stages_that_cut_a_parameter_differently_write_it_once(tmp_path: Path) -
     write_shards(whole, {"w": TENSORS["w"]}, tmp_path, "ckpt")
     rows, columns = Placement((2,), ((0,), ()), stages=(0,)), Placement((2,), ((), (0,)), stages=(1,))
     checkpoint = open_source(find_shards(str(tmp_path)), strategy_of(whole))
-    conversion = Conversion(checkpoint, Strategy(4, 2, {"w": (rows, columns)}), is_one_checkpoint=True)
-    plans = [conversion.plan(rank) for rank in range(4)]
+    planner = Planner(checkpoint, Strategy(4, 2, {"w": (rows, columns)}), is_one_checkpoint=True)
+    plans = [planner.plan(rank) for rank in range(4)]
     assert [list(plan.tensors.specs.names) for plan in plans] == [["w"], ["w"], [], []]
     assert [plan.shard.written_by_others for plan in plans] == [(), (), ("w",), ("w",)]
     assert all(plan.placed.keys() == {"w"} for plan in plans)
@@ -83,12 +83,12 @@ def test_a_stage_without_shards_is_a_hole_though_rules_name_no_parameters(tmp_pa
     write_shards(source, {name: TENSORS[name] for name in ("w", "v")}, tmp_path, "ckpt")
     shutil.rmtree(tmp_path / "rank_1")
     checkpoint = open_source(find_shards(str(tmp_path)), Strategy(2, 2, {}, rules))
-    same = Conversion(checkpoint, Strategy(2, 2, {}, rules))
+    same = Planner(checkpoint, Strategy(2, 2, {}, rules))
     assert [tensor.spec.name for tensor in same.plan(0).tensors] == ["w"]
     listed = Strategy(2, 1, {"w": (Placement((2,)),), "v": (Placement((2,)),)})
-    for conversion, rank in ((same, 1), (Conversion(checkpoint, listed), 0), (Conversion(checkpoint, unsharded()), 0)):
+    for planner, rank in ((same, 1), (Planner(checkpoint, listed), 0), (Planner(checkpoint, unsharded()), 0)):
         with pytest.raises(CoverageError, match=r"'v' is there(.|\n)*stage 1(.|\n)*shards of stage 0"):
-            conversion.plan(rank)
+            planner.plan(rank)
 
 
 def test_the_only_shard_of_a_part_that_is_gone_is_a_hole_though_rules_name_no_parameters(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_the_only_shard_of_a_part_that_is_gone_is_a_hole_though_rules_name_no_pa
     write_shards(source, {name: TENSORS[name] for name in ("w", "v")}, tmp_path, "ckpt")
     shutil.rmtree(tmp_path / "rank_2")
     checkpoint = open_source(find_shards(str(tmp_path)), Strategy(4, 2, {}, rules))
-    conversion = Conversion(checkpoint, Strategy(2, 1, {}, (("w", cut), ("v", cut))))
-    assert {tensor.spec.name for tensor in conversion.plan(1).tensors} == {"w", "v"}
+    planner = Planner(checkpoint, Strategy(2, 1, {}, (("w", cut), ("v", cut))))
+    assert {tensor.spec.name for tensor in planner.plan(1).tensors} == {"w", "v"}
     with pytest.raises(CoverageError, match="no source holds a part of 'v' that target rank 0 needs"):
-        conversion.plan(0)
+        planner.plan(0)

@@ -21,10 +21,10 @@ from reshard_mpi.formats.dtypes import BY_NAME, FLOATS
 from reshard_mpi.planning.made_tensors import converted
 from reshard_mpi.planning.rank_plan import PlannedTensors
 from reshard_mpi.runs import scheduling as division
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.planner import Planner
 
 division.CUT_BYTES = 16
-plan_as_stored = Conversion.plan
+plan_as_stored = Planner.plan
 half = BY_NAME["float16"]
 
 def as_half(group):
@@ -38,7 +38,7 @@ def plan(self, target_rank, **options):
     groups = [as_half(group) for group in made.tensors.groups]
     return made._replace(tensors=PlannedTensors(groups, made.tensors.group_of))
 
-Conversion.plan = plan
+Planner.plan = plan
 """
 
 

@@ -28,9 +28,9 @@ def test_every_target_is_assigned_once_and_the_load_is_spread(load: dict[int, in
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def shares_of(works: list[Assignment], target: int) -> Iterator[tuple[int, TargetSlice]]:
+def slices_of(works: list[Assignment], target: int) -> Iterator[tuple[int, TargetSlice]]:
     for process, work in enumerate(works):
-        yield from ((process, share) for share in work.shares if share.target == target)
+        yield from ((process, each) for each in work.slices if each.target == target)
 
 
 @given(WEIGHTS, HOSTS, st.integers(0, 40 * CUT_BYTES))
@@ -39,12 +39,12 @@ def test_every_byte_of_every_target_is_filled_once(weights: dict[int, int], host
     assert len(works) == len(hosts)
     for target in weights:
         alone = [process for process, work in enumerate(works) if target in work.whole]
-        together = list(shares_of(works, target))
+        together = list(slices_of(works, target))
         assert len(alone) == (0 if together else 1)
         assert sum(target in work.leads for work in works) == 1
         if together:
             assert len({hosts[process] for process, _ in together}) == 1
-            ranges = [share.range_of(size_bytes) for _, share in together]
+            ranges = [each.range_of(size_bytes) for _, each in together]
             assert (ranges[0][0], ranges[-1][1]) == (0, size_bytes)
             assert all(end == begin for (_, end), (begin, _) in itertools.pairwise(ranges))
             assert all(at % CUT_BYTES == 0 or at == size_bytes for pair in ranges for at in pair)
@@ -59,7 +59,7 @@ def test_all_processes_compute_the_same(weights: dict[int, int], hosts: list[int
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 9))
 def test_equal_targets_take_all_processes_of_a_host_equally_long(targets: int, processes: int, weight: int) -> None:
     works = divide(dict.fromkeys(range(targets), weight), [0] * processes)
-    loads = [len(work.whole) + sum((share.stop - share.start) / share.whole for share in work.shares) for work in works]
+    loads = [len(work.whole) + sum((each.stop - each.start) / each.whole for each in work.slices) for work in works]
     assert max(loads) - min(loads) < 0.01 + 1 / processes / weight
     assert sum(len(work.whole) for work in works) == targets - targets % processes
 
@@ -69,7 +69,7 @@ def test_what_is_shared_goes_to_those_with_the_least_to_do(weights: dict[int, in
     works = divide(weights, [0] * processes)
     alone = [sum(max(1, weights[target]) for target in work.whole) for work in works]
     shared = [
-        sum(max(1, weights[share.target]) * (share.stop - share.start) / share.whole for share in work.shares)
+        sum(max(1, weights[each.target]) * (each.stop - each.start) / each.whole for each in work.slices)
         for work in works
     ]
     level = max((load + part for load, part in zip(alone, shared) if part), default=0)
@@ -78,7 +78,7 @@ def test_what_is_shared_goes_to_those_with_the_least_to_do(weights: dict[int, in
 
 def test_targets_are_spread_over_hosts_before_they_fill_one() -> None:
     works = divide({0: 1, 1: 1}, ["a", "a", "b", "b"])
-    assert [[share.target for share in work.shares] for work in works] == [[0], [0], [1], [1]]
+    assert [[each.target for each in work.slices] for work in works] == [[0], [0], [1], [1]]
 
 
 def test_as_many_targets_as_processes_are_one_each() -> None:
@@ -92,5 +92,5 @@ def test_without_targets_there_is_nothing_to_do() -> None:
 
 def test_a_small_file_is_not_cut() -> None:
     halves = [TargetSlice(0, 0, 1, 2), TargetSlice(0, 1, 2, 2)]
-    assert [share.range_of(CUT_BYTES) for share in halves] == [(0, 0), (0, CUT_BYTES)]
-    assert [share.range_of(0) for share in halves] == [(0, 0), (0, 0)]
+    assert [each.range_of(CUT_BYTES) for each in halves] == [(0, 0), (0, CUT_BYTES)]
+    assert [each.range_of(0) for each in halves] == [(0, 0), (0, 0)]

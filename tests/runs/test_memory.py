@@ -44,7 +44,7 @@ import sys
 from pathlib import Path
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.sharding import strategy_files
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.planning.rank_plan import Limits
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal.publication import Publication
@@ -56,10 +56,10 @@ from reshard_mpi.checkpoints.source import SourceCheckpoint
 source, target, src_strategy, dst_strategy = sys.argv[1:]
 checkpoint = open_source(discovery.find_shards(source), strategy_files.load(src_strategy))
 limits = Limits(buffer_bytes=1 << 31, window_bytes=1 << 31)
-conversion = Conversion(checkpoint, strategy_files.load(dst_strategy))
-conversion.limits = limits
+planner = Planner(checkpoint, strategy_files.load(dst_strategy))
+planner.limits = limits
 with Folder.open(Path(target).parent) as folder, Publication(folder, Path(target).name) as publication:
-    plan, module, descriptor = conversion.plan(1), formats.by_name("ckpt"), publication.descriptor
+    plan, module, descriptor = planner.plan(1), formats.by_name("ckpt"), publication.descriptor
     manifest = module.reserve(descriptor, str(publication.partial), plan.shard)
     last_of(write_shard(plan, manifest, descriptor, span=None, limits=limits, on_bytes=lambda _: None))
     module.seal(descriptor, manifest.path)

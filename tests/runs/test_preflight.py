@@ -23,7 +23,7 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.formats import ckpt
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.journal.publication import stale_bytes
+from reshard_mpi.journal.publication import dead_partial_bytes
 from reshard_mpi.runs import check_places, target_plans
 from reshard_mpi.runs.check_places import SpaceEstimate, SpaceNeed, require_room
 from reshard_mpi.testing.sample_tensors import SampleTensor, ShardContents, spec_of
@@ -162,7 +162,7 @@ def test_room_of_files_that_are_replaced(tmp_path: Path, monkeypatch: pytest.Mon
         space = SpaceEstimate()
         with Folder.open(tmp_path) as folder:
             for name in names:
-                space.add(tmp_path / name, "ckpt", shard, left_bytes=stale_bytes(folder, name))
+                space.add(tmp_path / name, "ckpt", shard, left_bytes=dead_partial_bytes(folder, name))
         (need,) = space.needs(1, bool)
         return need.needed_bytes
 

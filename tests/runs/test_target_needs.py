@@ -107,7 +107,7 @@ def judge_run(what: str, made: LargeCheckpoint, to: str, tmp_path: Path, *furthe
     """
     options = [*made.options(), "--to", to, "--rank", "1", *further]
     planned = command("plan", made.src, tmp_path / "out", *options, "--verify", "--json")
-    judge(f"{what}, planned", Projection.of(Workload(made.conversion(), to)).planning_bytes, planned.peak_rss_bytes)
+    judge(f"{what}, planned", Projection.of(Workload(made.planner(), to)).planning_bytes, planned.peak_rss_bytes)
     report, leased_bytes = tmp_path / "report.json", 0
     for how in ([], ["--verify"]):
         out = tmp_path / "_".join(["out", *how])
@@ -132,12 +132,12 @@ def judge_run(what: str, made: LargeCheckpoint, to: str, tmp_path: Path, *furthe
 def test_verify(tmp_path: Path, kind: str, tensors: int, shape: tuple[int, int]) -> None:
     made = write_many(tmp_path / "made", kind, tensors, shape, targets=2)
     done("transform", made.src, tmp_path / "out", *made.options(), "--jobs", "1", "--verify")
-    conversion = made.conversion()
-    held = open_source(discovery.find_shards(str(tmp_path / "out")), conversion.target)
-    projection = Projection.of(Workload(conversion, kind, also_read=held))
+    planner = made.planner()
+    held = open_source(discovery.find_shards(str(tmp_path / "out")), planner.target)
+    projection = Projection.of(Workload(planner, kind, also_read=held))
     pair = command("verify", made.src, tmp_path / "out", *made.options(), "--jobs", "1")
     what = f"{kind}, {tensors} tensors"
-    judge(f"{what}, verified", projection.peak_bytes(conversion.plan(1)), pair.peak_rss_bytes)
+    judge(f"{what}, verified", projection.peak_bytes(planner.plan(1)), pair.peak_rss_bytes)
     alone = command("verify", tmp_path / "out", "--jobs", "1")
     projected_bytes = checking_bytes(kind, Summing(tensors + 1, True, 0, shape in (NARROW, HIGH)))
     judge(f"{what}, by its sums", projected_bytes, alone.peak_rss_bytes)
@@ -173,7 +173,7 @@ finally:
 def test_files_of_other_making(tmp_path: Path, tensors: int, shape: tuple[int, int], storage: Storage) -> None:
     made = write_many(tmp_path / "made", "hdf5", tensors, shape, storage)
     paths = [made.src, tmp_path / "out", *made.options(), "--to", "ckpt", "--rank", "1"]
-    projected_bytes = Projection.of(Workload(made.conversion(), "ckpt")).planning_bytes
+    projected_bytes = Projection.of(Workload(made.planner(), "ckpt")).planning_bytes
     out = ""
     for arguments in (["plan", *paths, "--json"], ["transform", *paths, "--jobs", "1"]):
         projected_bytes = json.loads(out)["peak_bytes"] if out else projected_bytes

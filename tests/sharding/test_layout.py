@@ -76,7 +76,7 @@ def test_holders_of_a_piece_are_its_ranks_stage_by_stage(case: Case) -> None:
         for rank in parameter.ranks:
             holders = list(parameter.placement.holders(parameter.placement.piece(rank)))
             assert holders == parameter.copies_of(rank)
-            piece, copies = parameter.placement.piece(rank), parameter.placement.copies
+            piece, copies = parameter.placement.piece(rank), parameter.placement.replicas
             assert holders == [parameter.placement.nth_holder(piece, number) for number in range(copies)]
             assert all(parameter.placement.piece(other) == parameter.placement.piece(rank) for other in holders)
 

@@ -19,7 +19,7 @@ import numpy as np
 from reshard_mpi.checkpoints import discovery
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import unsharded
 from reshard_mpi.testing.checkpoints import ArraysByName, load_shard
@@ -252,8 +252,8 @@ def _item(folder: Path, place: _StorageInfo) -> Any:
 def arrays_of(folder: Path) -> ArraysByName:
     """Return the whole tensors of a checkpoint."""
     source = open_source(discovery.find_shards(str(folder)), None)
-    conversion = Conversion(source, unsharded())
-    return load_shard(conversion.plan(0), limits=conversion.limits)
+    planner = Planner(source, unsharded())
+    return load_shard(planner.plan(0), limits=planner.limits)
 
 
 def sample(array: np.ndarray[Any, Any]) -> SampleTensor:

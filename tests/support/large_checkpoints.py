@@ -20,7 +20,7 @@ from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, TensorSpec
 from reshard_mpi.formats.protocol import reserve_file, seal_file
 from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.runs.plan_conversion import Conversion
+from reshard_mpi.runs.planner import Planner
 from reshard_mpi.sharding import strategy_files, strategy_table
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
@@ -51,12 +51,12 @@ class LargeCheckpoint(NamedTuple):
         source = [] if self.src_strategy is None else ["--src-strategy", self.src_strategy]
         return [*source, "--dst-strategy", self.dst_strategy]
 
-    def conversion(self) -> Conversion:
+    def planner(self) -> Planner:
         """Return the conversion as the package sees it."""
         files = discovery.find_shards(str(self.src))
         placed = None if self.src_strategy is None else strategy_files.load(str(self.src_strategy))
         source = open_source(files, placed)
-        return Conversion(source, strategy_files.load(str(self.dst_strategy)))
+        return Planner(source, strategy_files.load(str(self.dst_strategy)))
 
 
 def write_large(

@@ -45,7 +45,7 @@ class Changing:
     """A scope that a test makes larger and smaller."""
 
     key = name = "changing"
-    most_held = None
+    max_active = None
 
     def __init__(self, allowed: int, ceiling: int = 100) -> None:
         self.allowed = allowed

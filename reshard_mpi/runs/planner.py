@@ -1,4 +1,4 @@
-"""Plan target ranks from one source, mapped if asked (`Conversion`), and warn of optimizer state that stays whole."""
+"""Plan target ranks from one source, mapped if asked (`Planner`), and warn of optimizer state that stays whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from reshard_mpi.checkpoints.compare_replicas import compare_checks, digests_of, numbers_counted
-from reshard_mpi.checkpoints.compare_samples import drifted_tensors, rank_of_another_stage, require_one_of_stages
+from reshard_mpi.checkpoints.compare_samples import rank_of_another_stage, require_one_of_stages, sample_findings
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.refuse_sources import require_files_meant
 from reshard_mpi.checkpoints.shard_files import SingleShard
@@ -31,8 +31,8 @@ from reshard_mpi.planning.shared_facts import (
 )
 from reshard_mpi.planning.source_flaws import Differing, PrefixDigest
 from reshard_mpi.planning.strategy_check import (
-    NO_DRIFT,
-    Drift,
+    NOTHING_FOUND,
+    SampleFindings,
     dead_rules,
     require_living_rules,
     require_same_network,
@@ -57,7 +57,7 @@ LIMITS = Limits(buffer_bytes=2 * MIB, window_bytes=16 * MIB)
 _MAX_LOOKED_INTO = 64
 
 
-class Conversion:
+class Planner:
     """Plans target ranks and checks the source before anything is written.
 
     Args:
@@ -98,9 +98,9 @@ class Conversion:
         self._placed: Strategy | None = None
         self.source.list_rule_names()
 
-    def changed(self, **values: Any) -> Conversion:
-        """Return the same conversion with other values of its attributes."""
-        other = object.__new__(Conversion)
+    def changed(self, **values: Any) -> Planner:
+        """Return the same planner with other values of its attributes."""
+        other = object.__new__(Planner)
         vars(other).update(vars(self), **values)
         other._reset()
         return other
@@ -121,8 +121,8 @@ class Conversion:
         """Return the plan of one target rank, after its checks have passed.
 
         Args:
-            checked: False leaves out all that reads tensors of the source, if another process or an earlier call has
-                done so. The replicas in `plan.to_compare`, which targets share, are left to `compare_replicas.compare`.
+            checked: whether to add what reading tensors shows (`with_facts_read`); False if it is known already. The
+                replicas in `plan.to_compare`, which targets share, are left to `compare_replicas.compare`.
 
         Raises a ReshardError if the target cannot be made exactly.
         """
@@ -133,7 +133,7 @@ class Conversion:
             if not checked:
                 return plan
             self.require_none_left_behind(plan, ShardShare(target_rank, self.target.world_size))
-            return self.checked(plan)
+            return self.with_facts_read(plan)
         try:
             opened = self.opener.open(target_rank)
             if self.mapped is None and not self.is_one_checkpoint:
@@ -169,7 +169,7 @@ class Conversion:
             plan = plan._replace(notes=(*plan.notes, *notes_on(self.policy.accumulated, plan.gradients)))
         if checked:
             self.require_none_left_behind(plan, ShardShare(target_rank, self.target.world_size))
-            plan = self.checked(plan)
+            plan = self.with_facts_read(plan)
         if self.is_one_checkpoint:
             opened.require_one_copy()
             self.opener.require_written(opened)
@@ -203,7 +203,7 @@ class Conversion:
         if lone is not None and self.source.strategy.world_size > 1 and lone.siblings():
             error.remedy = f"give {lone.checkpoint}, where the shards of the other ranks are"
 
-    def checked(self, plan: RankPlan) -> RankPlan:
+    def with_facts_read(self, plan: RankPlan) -> RankPlan:
         """Return a plan with all that reading tensors of the source shows. Raises what `plan` raises."""
         manifests = {rank: self.planned_source.manifest(rank) for rank in plan.source_ranks}
         counters = plain_counters(manifests.values())
@@ -251,14 +251,14 @@ class Conversion:
         """Tell whether anything is made of a tensor of the source."""
         return self.mapped is None or self.mapped.needs(name)
 
-    def drifted_tensors(
+    def sample_findings(
         self,
         *,
         damaged_are_replaced: bool = False,
         process: int = 0,
         processes: int = 1,
         needs: Callable[[str], bool] = lambda _: True,
-    ) -> Drift:
+    ) -> SampleFindings:
         """Return the tensors that differ from rank to rank, as one process's share of a sample shows.
 
         Where each rank keeps its own of what no strategy lists, that may differ.
@@ -267,21 +267,21 @@ class Conversion:
             needs: tells which tensors are looked at, of those that targets have. Of one rank, and with `replicas` ANY,
                 nothing is read.
 
-        Raises what `compare_samples.drifted_tensors` raises.
+        Raises what `compare_samples.sample_findings` raises.
         """
         self.require_fitting_strategies()
         if self.mapped is not None:
-            return self.mapped.original.drifted_tensors(
+            return self.mapped.original.sample_findings(
                 damaged_are_replaced=damaged_are_replaced,
                 process=process,
                 processes=processes,
                 needs=self.mapped.needs,
             )
         if self.policy.replicas is Replicas.ANY or self.source.strategy.world_size == 1:
-            return NO_DRIFT
+            return NOTHING_FOUND
         quantization = self.source.quantization
         own = frozenset[str]() if quantization is None else quantization.shapes
-        drift = drifted_tensors(
+        findings = sample_findings(
             self.source,
             lambda name, present: name not in own and self.is_wanted(name, present) and needs(name),
             self.opener.knows,
@@ -290,7 +290,7 @@ class Conversion:
             process=process,
             processes=processes,
         )
-        return drift._replace(unlisted=()) if self._keeps_each_ranks_own else drift
+        return findings._replace(unlisted=()) if self._keeps_each_ranks_own else findings
 
     def require_one_of_stages(self, differing: Iterable[Differing]) -> None:
         """Raise StrategyError if stages hold different tensors of one name (`compare_samples`).
@@ -311,8 +311,8 @@ class Conversion:
         """Tell whether the targets have a tensor. present: the names of all tensors of the checkpoint."""
         return self.policy.unlisted is not Unlisted.DROP or not is_dropped(self.placed_target, name, present)
 
-    def without(self, damage: Mapping[int, ReshardError]) -> Conversion:
-        """Return the same conversion without source shards that are known to be damaged."""
+    def without(self, damage: Mapping[int, ReshardError]) -> Planner:
+        """Return the same planner without source shards that are known to be damaged."""
         source = open_source(self.source.files, self.source.plain_strategy, damage)
         mapped = None if self.mapped is None else self.mapped.of(source)
         return self.changed(source=source, mapped=mapped)
@@ -325,9 +325,9 @@ class Conversion:
         self._opener = None
 
     def require_fitting_strategies(self) -> None:
-        """Raise StrategyError if a rule of a spec places no tensor; first what contradicts the source's strategy.
+        """Raise StrategyError if a rule of a spec places no tensor.
 
-        Shards of every stage are needed to see that; if a stage has none, nothing is raised.
+        If shards contradict the source's strategy, that error comes first. If a stage has no shard, nothing is raised.
         """
         source = self.planned_source
         both = ((source.strategy, "source"), (self.target, "target"))
