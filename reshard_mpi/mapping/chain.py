@@ -174,9 +174,9 @@ def chained(
 
 
 def _made_beside(mapped: MapResult, beside: frozenset[str]) -> Iterator[str]:
-    """Yield what a map makes beside the model of a training: of what lies there, or computed, but as state.
+    """Yield the tensors that a map makes beside the model of a training: made of others there, or computed, but no state.
 
-    What is made up beside a tensor lies where that does.
+    A tensor that is made up beside another one lies where that does.
 
     Args:
         beside: what lies there before; nothing in a file that is no training.
