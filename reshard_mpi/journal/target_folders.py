@@ -117,9 +117,9 @@ class Unrecorded:
     The record that another run keeps of a target is removed when the target is replaced, and so is that of a commit.
     """
 
-    def __init__(self, folder: Path, index: Callable[[], SharedIndex | None] = lambda: None) -> None:
+    def __init__(self, folder: str | Path, index: Callable[[], SharedIndex | None] = lambda: None) -> None:
         """index: returns the index of the files that the request names; None if it names none."""
-        self._folder = folder
+        self._folder, self._given_folder = Path(folder), folder
         self._index = index
 
     def check(self) -> None:
@@ -149,7 +149,7 @@ class Unrecorded:
         index = self._index()
         missing = () if index is None or any_failed else index.complete()
         named = f"{missing[0]} and {len(missing) - 1} others" if len(missing) > 1 else "".join(missing)
-        note = f"{self._folder} has no index yet, which is written when these are complete as well: {named}"
+        note = f"{self._given_folder} has no index yet, which is written when these are complete as well: {named}"
         return Differences(notes=(note,) if missing else ())
 
     @contextlib.contextmanager

@@ -70,7 +70,7 @@ class Run(NamedTuple):
         if not request.recorded:
             from reshard_mpi.journal.target_folders import Unrecorded
 
-            return Unrecorded(Path(request.target), self._shared_index)
+            return Unrecorded(request.target, self._shared_index)
         identity, resume, overwrite = self._identity(), request.resume, request.overwrite
         target = self.planner.placed_target
         table_of_targets = partial(strategy_table.dumps, target) if self.records_strategy else None
