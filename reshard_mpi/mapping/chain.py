@@ -174,7 +174,7 @@ def chained(
 
 
 def _made_beside(mapped: MapResult, beside: frozenset[str]) -> Iterator[str]:
-    """Yield the tensors that a map makes beside the model of a training: made of others there, or computed, but no state.
+    """Yield the tensors that a map makes beside the model of a training: of others there, or computed, but no state.
 
     A tensor that is made up beside another one lies where that does.
 
