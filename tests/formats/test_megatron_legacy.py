@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
-from support import deepspeed_peer, megatron_legacy_peer, torch_peer
+from support import deepspeed_peer, megatron_legacy_peer, megatron_peer, torch_peer
 from support.command_line import done, run_here
 from support.examples import few, many
 from support.megatron_legacy_peer import EMBEDDING, MODEL, VECTORS, Form, Model, Training, require_read, training
@@ -447,13 +447,40 @@ def test_the_other_byte_order(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_nothing_by_itself_is_no_damage(tmp_path: Path) -> None:
-    """Other programs may write files that say nothing alone; without checksums there is nothing to verify them by."""
+    """Other programs may write files that say nothing alone; their checksums tell that they are sound."""
     megatron_legacy_peer.write(tmp_path / "megatron", *FORMS["buckets"])
     deepspeed_peer.write_universal(
         tmp_path / "universal", deepspeed_peer.training({"a.w": (3, 4), "b.w": (5,)}), deepspeed_peer.Form(2, 2)
     )
-    with pytest.raises(SourceError, match="no shard keeps sums"):
-        reshard_mpi.verify(tmp_path / "megatron")
-    reshard_mpi.verify(tmp_path / "universal")
     for folder in ("megatron", "universal"):
+        reshard_mpi.verify(tmp_path / folder)
         assert not [each for each in reshard_mpi.audit(tmp_path / folder).findings if each.kind is FindingKind.SUM]
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "buckets of torch_dist", "legacy"])
+def test_files_are_held_against_the_checksums_that_megatron_keeps(tmp_path: Path, form: str) -> None:
+    """A bit is flipped here and there: nothing else is ever made of it, and no verdict says that it is sound."""
+    save = tmp_path / "save"
+    if form == "legacy":
+        megatron_legacy_peer.write(save, *FORMS["buckets"])
+    else:
+        state = "dp_reshardable" if "buckets" in form else "fully_reshardable"
+        megatron_peer.write(save, megatron_peer.gpt(), megatron_peer.Form(state, 2))
+    reshard_mpi.transform(save, tmp_path / "sound", to="safetensors", verify=True)
+    (sound,) = (tmp_path / "sound").rglob("*.safetensors")
+    refused = 0
+    for path in [path for path in save.rglob("*") if path.suffix in (".pt", ".distcp")]:
+        content = path.read_bytes()
+        for place in range(len(content) // 9, len(content), len(content) // 9):
+            path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+            try:
+                reshard_mpi.transform(save, tmp_path / "dst", to="safetensors", verify=True, overwrite=True)
+                (made,) = (tmp_path / "dst").rglob("*.safetensors")
+                assert made.read_bytes() == sound.read_bytes(), (path, place)
+            except ReshardError:
+                refused += 1
+                assert not reshard_mpi.audit(save).is_sound()
+                with pytest.raises(ReshardError):
+                    reshard_mpi.verify(save)
+        path.write_bytes(content)
+    assert refused > 8

@@ -52,6 +52,15 @@ def metadata_of(folder: str) -> Metadata:
     return _kept[key]
 
 
+def _metadata_for(path: str) -> Metadata:
+    """Return the metadata beside a file; whoever goes through all files is done with them after the last one."""
+    metadata = metadata_of(str(Path(path).parent))
+    names = {place.file for place in metadata.items.values()}
+    if Path(path).name == max(names, key=natural_key, default=Path(path).name):
+        _kept.clear()
+    return metadata
+
+
 def files_of(folder: str) -> tuple[str, ...]:
     """Return the paths of the metadata, of all files that it names, and of our files for ranks that hold nothing.
 
@@ -134,10 +143,7 @@ def wanted_in(path: str) -> list[WantedItem]:
             where=path,
             remedy=f"give the folder in which {INDEX} lies",
         )
-    metadata = without_flat_state(metadata_of(folder))
-    names = {place.file for place in metadata.items.values()}
-    if file == max(names, key=natural_key, default=file):
-        _kept.clear()  # whoever goes through all files is done
+    metadata = without_flat_state(_metadata_for(path))
     return [
         WantedItem(place.offset_bytes, place.length_bytes, key, kind)
         for key, kind in _items(metadata)
@@ -393,9 +399,9 @@ def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
     """
     if Path(path).name == INDEX or _is_own(path):
         return False
-    wanted = wanted_in(path)
+    items = [place for place in _metadata_for(path).items.values() if place.file == Path(path).name]
     with structure.opened(path) as file:
-        members = (Archive(file, item.offset_bytes, item.length_bytes).members() for item in wanted)
+        members = (Archive(file, item.offset_bytes, item.length_bytes).members() for item in items)
         checked = [check_members(file, of_item, on_bytes) for of_item in members]
     return bool(checked) and all(checked)
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from reshard_mpi.errors import ShardError, TargetError
-from reshard_mpi.formats import dcp, structure
+from reshard_mpi.formats import dcp, structure, torch
 from reshard_mpi.formats.dcp import file_layout, seal
 from reshard_mpi.formats.dcp.bulk_metadata import ItemPlace
 from reshard_mpi.formats.dcp.file_layout import TensorLeaf, tensors_in
@@ -35,7 +35,7 @@ from reshard_mpi.formats.megatron.torch_dist import files_of_torch_dist, is_torc
 from reshard_mpi.formats.megatron.training_tree import NAME, arranged
 from reshard_mpi.formats.nest import rebuild_tree
 from reshard_mpi.formats.nest.nodes import Dict, NestError, Value
-from reshard_mpi.formats.protocol import no_crc as check_crc
+from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.formats.torch.pickler import require_types
@@ -127,6 +127,13 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
     footer = dcp.read_items(path, lambda tensors: _layout_of(tensors.kinds))
     part_of, to_have_all = "a Megatron checkpoint", f"give {Path(path).parent}"
     return Manifest(path, NAME, footer.tensors, footer.strings, part_of=part_of, to_have_all=to_have_all)
+
+
+def check_crc(path: str, on_bytes: OnBytes = uncounted) -> bool:
+    """Tell whether a file has checksums, as Megatron's own have. Raises ChecksumError if one does not fit."""
+    if path.endswith(".distcp"):
+        return dcp.check_crc(path, on_bytes)
+    return path.endswith(".pt") and torch.check_crc(path, on_bytes)
 
 
 def read_back(meant: Manifest) -> None:
