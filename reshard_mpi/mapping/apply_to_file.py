@@ -17,7 +17,7 @@ from reshard_mpi.formats.nest import dictionaries_in
 from reshard_mpi.formats.nest.nodes import MODEL, is_whole_training, parsed
 from reshard_mpi.mapping.apply_rules import applied
 from reshard_mpi.mapping.carry_values import carried_into
-from reshard_mpi.mapping.chain import chained, composed, parameters_of, steps_of
+from reshard_mpi.mapping.chain import chain_in_files, chained, composed, parameters_of, steps_of
 from reshard_mpi.mapping.check_optimizers import (
     MadeTensors,
     owners_by_names,
@@ -106,13 +106,28 @@ def applied_to_file(
         attempts = attempts[1:]
     outside = frozenset(name for name in inventory if below is not training and not name.startswith(MODEL))
     of_model = choice._replace(beside=outside)
-    errors: list[MapError] = []
+    of_optimizers = tuple(begin for each in optimizers_in_nest(source.nest, training) for begin in begins_of(each.path))
+    others = frozenset(name for name in outside if not name.startswith(of_optimizers))
+    fitting: list[MappedFile] = []
+    unfit: list[MapError] = []
     for own, own_like, is_below in attempts:
         try:
-            return _mapped(rules, of_model, inventory, source, own, forward, own_like, is_below=is_below)
-        except UnfitMapError as error:
-            errors.append(error)
-    raise errors[0]
+            fitting.append(_mapped(rules, of_model, inventory, source, own, forward, own_like, is_below=is_below))
+        except MapError as error:
+            if not (fitting or isinstance(error, UnfitMapError)):
+                raise
+            unfit.append(error)
+        if fitting and not _takes_others_alone(fitting[-1], others):
+            return fitting[-1]
+    if not fitting:
+        raise unfit[0]
+    return fitting[0]
+
+
+def _takes_others_alone(mapped: MappedFile, others: frozenset[str]) -> bool:
+    """Tell whether equations take tensors that are neither of the model nor of an optimizer, and none else."""
+    taken = [tensor.sources.values() for tensor in mapped.mapped[0].made if tensor.where]
+    return bool(taken) and all(map(others.issuperset, taken))
 
 
 def _goes_by_names_below(nest: str | None, training: Training) -> bool:
@@ -173,7 +188,7 @@ def _mapped(
                 raise
             selects = True  # what is in the way may be left out
             continue
-        in_files = _chain_in_files(chain, named, in_target)
+        in_files = chain_in_files(chain, named, in_target)
         all_made = composed(in_files)
         if is_below:
             sources_by_name = {own.name: _sources(tensor) for own, tensor in zip(chain[-1].made, all_made, strict=True)}
@@ -400,47 +415,3 @@ def _names_made(mapped: MapResult) -> Iterator[str]:
     yield from (tensor.name for tensor in mapped.made)
     yield from (constant.name for constant in mapped.constants)
     yield from (number.name for number in mapped.computed)
-
-
-def _chain_in_files(
-    chain: Sequence[MapResult], named: Mapping[str, str], in_target: Callable[[str], str]
-) -> tuple[MapResult, ...]:
-    """Return the same chain with file names: the first map takes the source's, the last gives the target's."""
-    last = len(chain) - 1
-    return tuple(
-        _in_files(mapped, named if number == 0 else {}, in_target if number == last else str)
-        for number, mapped in enumerate(chain)
-    )
-
-
-def _in_files(mapped: MapResult, named: Mapping[str, str], in_target: Callable[[str], str]) -> MapResult:
-    """Return the same in the names of the files on both sides."""
-
-    def in_source(name: str) -> str:
-        return named.get(name, name)
-
-    scalars = mapped.counted
-    return mapped._replace(
-        made=tuple(
-            tensor._replace(
-                name=in_target(tensor.name), sources={place: in_source(name) for place, name in tensor.sources.items()}
-            )
-            for tensor in mapped.made
-        ),
-        constants=tuple(constant._replace(name=in_target(constant.name)) for constant in mapped.constants),
-        equal=tuple(equal._replace(names=tuple(map(in_source, equal.names))) for equal in mapped.equal),
-        pads=tuple(pads._replace(name=in_source(pads.name)) for pads in mapped.pads),
-        left_out=tuple(map(in_source, mapped.left_out)),
-        own_types={in_target(name): dtype for name, dtype in mapped.own_types.items()},
-        states_left_out=tuple(map(in_source, mapped.states_left_out)),
-        computed=tuple(
-            number._replace(
-                name=in_target(number.name), steps=None if number.steps is None else in_source(number.steps)
-            )
-            for number in mapped.computed
-        ),
-        counted=scalars._replace(
-            steps=tuple(map(in_source, scalars.steps)),
-            numbers=tuple((in_source(name), number) for name, number in scalars.numbers),
-        ),
-    )

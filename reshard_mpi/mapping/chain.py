@@ -212,3 +212,47 @@ def made_of_first(
     before: dict[str, MadeUp | DerivedTensor] = {tensor.name: tensor for tensor in made}
     before |= {tensor.name: tensor for tensor in constants}
     return tuple(Composition().of(parts.made, before))
+
+
+def chain_in_files(
+    chain: Sequence[MapResult], named: Mapping[str, str], in_target: Callable[[str], str]
+) -> tuple[MapResult, ...]:
+    """Return the same chain with file names: the first map takes the source's, the last gives the target's."""
+    last = len(chain) - 1
+    return tuple(
+        _in_files(mapped, named if number == 0 else {}, in_target if number == last else str)
+        for number, mapped in enumerate(chain)
+    )
+
+
+def _in_files(mapped: MapResult, named: Mapping[str, str], in_target: Callable[[str], str]) -> MapResult:
+    """Return the same in the names of the files on both sides."""
+
+    def in_source(name: str) -> str:
+        return named.get(name, name)
+
+    scalars = mapped.counted
+    return mapped._replace(
+        made=tuple(
+            tensor._replace(
+                name=in_target(tensor.name), sources={place: in_source(name) for place, name in tensor.sources.items()}
+            )
+            for tensor in mapped.made
+        ),
+        constants=tuple(constant._replace(name=in_target(constant.name)) for constant in mapped.constants),
+        equal=tuple(equal._replace(names=tuple(map(in_source, equal.names))) for equal in mapped.equal),
+        pads=tuple(pads._replace(name=in_source(pads.name)) for pads in mapped.pads),
+        left_out=tuple(map(in_source, mapped.left_out)),
+        own_types={in_target(name): dtype for name, dtype in mapped.own_types.items()},
+        states_left_out=tuple(map(in_source, mapped.states_left_out)),
+        computed=tuple(
+            number._replace(
+                name=in_target(number.name), steps=None if number.steps is None else in_source(number.steps)
+            )
+            for number in mapped.computed
+        ),
+        counted=scalars._replace(
+            steps=tuple(map(in_source, scalars.steps)),
+            numbers=tuple((in_source(name), number) for name, number in scalars.numbers),
+        ),
+    )

@@ -18,7 +18,7 @@ from support.examples import few, many
 from support.megatron_legacy_peer import EMBEDDING, MODEL, VECTORS, Form, Model, Training, require_read, training
 
 import reshard_mpi
-from reshard_mpi.errors import ReshardError, SourceError
+from reshard_mpi.errors import ReshardError
 from reshard_mpi.soundness.findings import FindingKind
 
 Content = dict[str, Any]

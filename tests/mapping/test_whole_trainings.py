@@ -670,6 +670,20 @@ def test_what_a_map_has_computed_lies_beside_the_model_for_the_next_one(tmp_path
     assert found.keys() == mindspore_names(["net.fc.w", "net.mlp.w", "net.lin.w"]) | NUMBERS
 
 
+@pytest.mark.parametrize("keys", few(1, [["model"], ["model", "teacher"], ["teacher", "model"], ["teacher"]]))
+def test_equations_by_whole_names_apply_to_the_model_beside_others(tmp_path: Path, keys: list[str]) -> None:
+    entries = (f'[[map]]\neq = "{key}.{{p*}}.w <=> {key}.{{p*}}.kernel"\noptional = true\n' for key in keys)
+    (tmp_path / "map.toml").write_text("".join(entries))
+    source = for_mindspore() | {"teacher": for_mindspore()["model"]}
+    optimizer = source["optimizer"]
+    optimizer["state"] = {f"model.{name}": own for name, own in optimizer["state"].items()}
+    optimizer["param_groups"][0]["params"] = [*optimizer["state"]]
+    found = held(converted(tmp_path, source, map=tmp_path / "map.toml", forward=True, to="torch"))
+    for key in ("model", "teacher"):
+        assert (f"{key}.fc.kernel" in found, f"{key}.fc.w" in found) == (key in keys, key not in keys)
+    assert ("optimizer.state.model.fc.kernel.exp_avg" in found) == ("model" in keys)
+
+
 @pytest.mark.parametrize("maps", few(1, [["map.toml"], ["map.toml", "{p*} <=> net.{p*}"]]))
 def test_what_is_made_up_beside_a_tensor_lies_where_that_does(tmp_path: Path, maps: list[str]) -> None:
     fill = 'fill = { name = "{p*}.seen", value = 0, shape = [], beside = "{p*}.mean", type = "int64" }'
