@@ -340,7 +340,7 @@ def _made_apart(
     """Return the names of tensors that do not go into the model, and what these are called in the target.
 
     What lies beside the model stays there, whatever it is called: `ema.w`, `average.w`. State that a map names after
-    parameters has their whole names: `moment1.model.w`. So has what is made up as state. Numbers that are computed, and
+    parameters has their whole names: `moment1.model.w`, `moment1.critic.w`. So has what is made up as state. Numbers that are computed, and
     what is made up beside what lies beside the model, have no other names.
 
     Args:
@@ -357,18 +357,17 @@ def _made_apart(
         made_up = {name for name, own in made if own and made_up.issuperset(own)} | {c.name for c in mapped.constants}
     states = {name for name, own in sources_of.items() if own and all(each.startswith(of_optimizers) for each in own)}
     parameters = sources_of.keys() - states - made_up - numbers
-    names = {name: name for name in numbers}
-    for name in made_up:
+    model = training.prefix.rstrip(".")
+    outside = {
+        name for name, own in sources_of.items() if own and all(source.partition(".")[0] != model for source in own)
+    }
+    named_as_state = {name for name in states | made_up if not name.startswith((training.state, *of_optimizers))}
+    names = {name: name for name in numbers | outside | (named_as_state & states)}
+    for name in named_as_state:
         parted = parted_anywhere(name, parameters)
         if parted is not None:
-            names[name] = parted[1].around(f"{training.prefix}{parted[0]}")
-    for name, sources in sources_of.items():
-        keys = {source.partition(".")[0] for source in sources}
-        if name in states and not name.startswith((training.state, *of_optimizers)):
-            parted = parted_anywhere(name, parameters)
-            names[name] = name if parted is None else parted[1].around(f"{training.prefix}{parted[0]}")
-        elif keys and training.prefix.rstrip(".") not in keys:
-            names[name] = name
+            owner, affixes = parted
+            names[name] = affixes.around(owner if owner in outside else f"{training.prefix}{owner}")
     return names
 
 

@@ -626,6 +626,37 @@ def test_state_that_is_made_up_has_the_whole_name_of_its_parameter(tmp_path: Pat
     assert {"accum.model.fc.w", "stat.model.fc.w"} <= found.keys()
 
 
+def test_state_of_a_parameter_beside_the_model_has_the_name_of_that(tmp_path: Path) -> None:
+    entries = (f'[[map]]\nstate = "{key}.state.{{p*}}.exp_avg <=> moment1.{{p*}}"\n' for key in ("optimizer", "second"))
+    (tmp_path / "map.toml").write_text("".join(entries))
+    one, two = for_mindspore(), for_mindspore()
+    state = {f"critic.{name}": own for name, own in two["optimizer"]["state"].items()}
+    second = {"state": state, "param_groups": [{"lr": 0.1, "params": [*state]}]}
+    source = {**one, "critic": two["model"], "second": second}
+    found = held(converted(tmp_path, source, map=tmp_path / "map.toml", forward=True, to="safetensors"))
+    assert {name for name in found if "moment1" in name} == {
+        f"moment1.{key}.{name}" for key in ("model", "critic") for name in one["model"]
+    }
+
+
+def test_state_goes_by_the_name_of_a_parameter_that_a_run_before_has_taken_out_of_the_model(tmp_path: Path) -> None:
+    converted(tmp_path, for_mindspore(), map="model.{p*} <=> {p*}", forward=True, to="torch")
+    (tmp_path / "dst").rename(tmp_path / "between")
+    reshard_mpi.transform(tmp_path / "between", tmp_path / "dst", map="torch-mindspore", forward=True, to="safetensors")
+    found = held(tmp_path / "dst")
+    assert {"fc.w", "moment1.fc.w"} <= found.keys() and not any("model" in name for name in found)
+
+
+def test_state_that_is_made_up_in_the_optimizer_lies_beside_the_other_of_its_parameter(tmp_path: Path) -> None:
+    name, beside = (f"optimizer.state.{{p*}}.{key}" for key in ("max_exp_avg_sq", "exp_avg_sq"))
+    (tmp_path / "map.toml").write_text(f'[[map]]\nfill = {{ name = "{name}", value = 0, beside = "{beside}" }}\n')
+    dst = converted(tmp_path, for_mindspore(), map=tmp_path / "map.toml", forward=True, to="torch")
+    state = torch_peer.load(dst / "rank_0/checkpoint_0.pt")["optimizer"]["state"]
+    assert {name: set(own) for name, own in state.items()} == dict.fromkeys(
+        for_mindspore()["model"], {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "parameters", "rest"),
     [
