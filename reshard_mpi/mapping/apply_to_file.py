@@ -340,8 +340,8 @@ def _made_apart(
     """Return the names of tensors that do not go into the model, and what these are called in the target.
 
     What lies beside the model stays there, whatever it is called: `ema.w`, `average.w`. State that a map names after
-    parameters has their whole names: `moment1.model.w`, `moment1.critic.w`. So has what is made up as state. Numbers that are computed, and
-    what is made up beside what lies beside the model, have no other names.
+    parameters has their whole names: `moment1.model.w`, `moment1.critic.w`. So has what is made up as state. Numbers
+    that are computed, and what is made up beside what lies beside the model, have no other names.
 
     Args:
         chain: the maps' results by plain names.
