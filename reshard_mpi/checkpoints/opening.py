@@ -31,6 +31,7 @@ from reshard_mpi.planning.source_flaws import modified_warning
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.quantization.weights import SCHEME_TEXT
 from reshard_mpi.sharding import strategy_table
+from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy import Strategy, unsharded
 from reshard_mpi.text import shortened
 
@@ -72,6 +73,7 @@ def open_source(
         _require_agreement(strategy, described, manifest)
     elif has_records:
         _require_as_many_ranks(files, strategy)
+        _require_recorded_cut(files, strategy, manifest)
     if strategy is None:
         if damage:
             raise damage[min(damage)]
@@ -235,6 +237,32 @@ def _require_as_many_ranks(files: ShardFiles, strategy: Strategy) -> None:
             where=f"{files.path} and {strategy.origin or 'the source strategy'}",
             remedy="give the strategy that was the run's --dst-strategy",
         )
+
+
+def _require_recorded_cut(files: ShardFiles, strategy: Strategy, manifest: Manifest) -> None:
+    """Raise StrategyError if a strategy cuts a tensor otherwise than the run has recorded that has made the files.
+
+    Args:
+        manifest: of one of them.
+    """
+    recorded = _recorded(files)
+    if recorded is None:
+        return
+    agree: dict[tuple[tuple[Placement, ...], tuple[Placement, ...]], bool] = {}
+    for name in dict.fromkeys((*recorded.parameters, *manifest.tensors)):
+        if any(each.is_only_caught(name) and each.followed(name) for each in (strategy, recorded)):
+            continue  # the shape decides whether it goes like the one that it follows
+        pair = strategy.find(name), recorded.find(name)
+        if pair not in agree:
+            agree[pair] = not any(map(Placement.cuts_otherwise, *pair))
+        if not agree[pair]:
+            raise StrategyError(
+                "the source strategy cuts a tensor otherwise than the run that has made these shards",
+                expected=f"{name!r} as {recorded.origin} says",
+                got="another dimension, other ranks, or another number of parts",
+                where=f"{files.path} and {strategy.origin or 'the source strategy'}",
+                remedy="leave the strategy out, or give the run's --dst-strategy",
+            )
 
 
 def _require_whole_run(files: ShardFiles) -> None:

@@ -16,7 +16,7 @@ from support.examples import few, one_at_a_time
 import reshard_mpi
 from reshard_mpi.checkpoints import opening
 from reshard_mpi.checkpoints.discovery import ShardFiles
-from reshard_mpi.errors import DamageError, ReshardError, SourceError, TransformError
+from reshard_mpi.errors import DamageError, ReshardError, SourceError, StrategyError, TransformError
 
 FORMS = ["safetensors", "hdf5", "ckpt", "torch", "dcp", "hf"]
 SELF_DESCRIBING = ("hdf5", "dcp", "hf")
@@ -275,3 +275,20 @@ def test_a_shard_that_is_replaced_when_records_have_been_looked_at(
     with pytest.raises(TransformError, match="sources of target rank 0 were changed"):
         reshard_mpi.transform(out, tmp_path / "again", strategy_of(form, tmp_path), to="safetensors", jobs=1)
     assert not list((tmp_path / "again").glob("rank_*/*"))
+
+
+@pytest.mark.parametrize("kind", few(1, ["safetensors", "torch", "ckpt"]))
+@pytest.mark.parametrize("rule", few(1, ["*.w", "*"]))
+def test_a_strategy_that_the_records_contradict_is_refused(tmp_path: Path, kind: str, rule: str) -> None:
+    """Both fit the shards, and no sample can tell."""
+    values = np.arange(64, dtype=np.float32).reshape(8, 8)
+    write_ranks({0: {"a.w": values, "b.w": -values}}, tmp_path / "src", "safetensors")
+    for dim in (0, 1):
+        text = f'mesh = {{ t = 2 }}\n[[parameter]]\nmatch = "{rule}"\nsplit = {{ {dim} = ["t"] }}\n'
+        (tmp_path / f"{dim}.toml").write_text(text)
+    reshard_mpi.transform(tmp_path / "src", tmp_path / "cut", dst_strategy=tmp_path / "0.toml", to=kind)
+    with pytest.raises(StrategyError, match="cuts a tensor otherwise"):
+        reshard_mpi.transform(tmp_path / "cut", tmp_path / "out", tmp_path / "1.toml")
+    for name, given in (("out", tmp_path / "0.toml"), ("out2", None)):
+        reshard_mpi.transform(tmp_path / "cut", tmp_path / name, given, to="safetensors")
+        assert np.array_equal(reshard_mpi.load_rank(0, tmp_path / name)["a.w"], values)
