@@ -8,7 +8,7 @@ takes the names that the one before it has made, so the numbers of the files mat
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -164,12 +164,19 @@ def _mapped(
     is_stripped = is_below or like is not None
     shapes = {name: kind.shape for name, kind in inventory.items()}
     named = named_tensors(training, shapes, source.path, is_stripped=is_stripped)
-    plain = {name: inventory[in_file] for name, in_file in named.items()}
-    prefix = training.prefix if is_stripped else ""
     optimizers = optimizers_in_nest(source.nest, training)
-    told = owners_by_names(optimizers, inventory).items()
-    apart = beside = {name: name for name, in_file in named.items() if name == in_file}
     of_optimizers = tuple(begin for optimizer in optimizers for begin in begins_of(optimizer.path))
+    prefix = training.prefix if is_stripped else ""
+    of_parameters: frozenset[str] = frozenset()  # state beside optimizers, with whole names of parameters
+    if is_below:
+        below = {_named_below(name, prefix, shapes, of_optimizers): in_file for name, in_file in named.items()}
+        of_parameters = frozenset(below[name] for name in below.keys() - named.keys())
+        named = below
+    plain = {name: inventory[in_file] for name, in_file in named.items()}
+    told = owners_by_names(optimizers, inventory).items()
+    apart = beside = {
+        name: own for name, own in named.items() if name == own or (is_below and not own.startswith(prefix))
+    }
     choice = choice._replace(
         owners={state.removeprefix(prefix): owner.removeprefix(prefix) for state, owner in told},
         beside=frozenset(name for name, own in named.items() if own in choice.beside or own.startswith(of_optimizers)),
@@ -192,7 +199,7 @@ def _mapped(
         all_made = composed(in_files)
         if is_below:
             sources_by_name = {own.name: _sources(tensor) for own, tensor in zip(chain[-1].made, all_made, strict=True)}
-            strangers = _made_apart(training, chain, sources_by_name, of_optimizers)
+            strangers = _made_apart(training, chain, sources_by_name, of_optimizers, of_parameters)
             if not strangers.keys() <= apart.keys():
                 apart = strangers | apart
                 continue
@@ -238,7 +245,7 @@ def _mapped(
     if is_below:
         sources_between = [{tensor.name: _sources(tensor) for tensor in made} for made in between]
         strangers_of = [
-            _made_apart(training, chain[:number], sources, of_optimizers)
+            _made_apart(training, chain[:number], sources, of_optimizers, of_parameters)
             for number, sources in enumerate(sources_between, 1)
         ]
         in_target_of = [_below_prefix(training, beside | strangers) for strangers in strangers_of]
@@ -261,6 +268,18 @@ def _mapped(
         for path in new.unknown
     )
     return MappedFile(in_files, all_made, new.text, notes, new.warnings)
+
+
+def _named_below(name: str, prefix: str, shapes: Container[str], of_optimizers: tuple[str, ...]) -> str:
+    """Return the name that maps see of state with its parameter's whole name (`moment1.model.w`); others as they are.
+
+    States in optimizers have the names below.
+    """
+    is_whole = f".{prefix}" in name and not name.startswith(of_optimizers)
+    parted = parted_anywhere(name, shapes) if is_whole else None
+    if parted is None or not parted[0].startswith(prefix):
+        return name
+    return parted[1].around(parted[0].removeprefix(prefix))
 
 
 def _told_of_order(training: Training, path: str) -> Iterator[str]:
@@ -336,6 +355,7 @@ def _made_apart(
     chain: Sequence[MapResult],
     sources_of: Mapping[str, Collection[str]],
     of_optimizers: tuple[str, ...],
+    of_parameters: frozenset[str],
 ) -> dict[str, str]:
     """Return the names of tensors that do not go into the model, and what these are called in the target.
 
@@ -347,6 +367,7 @@ def _made_apart(
         chain: the maps' results by plain names.
         sources_of: by the names that maps give, the names of the sources in the file.
         of_optimizers: what names in optimizers begin with.
+        of_parameters: state of the file that has the whole names of its parameters.
     """
     numbers: set[str] = set()
     made_up: set[str] = set()
@@ -361,7 +382,8 @@ def _made_apart(
     outside = {
         name for name, own in sources_of.items() if own and all(source.partition(".")[0] != model for source in own)
     }
-    named_as_state = {name for name in states | made_up if not name.startswith((training.state, *of_optimizers))}
+    of_state = states | made_up | {name for name in outside if of_parameters.issuperset(sources_of[name])}
+    named_as_state = {name for name in of_state if not name.startswith((training.state, *of_optimizers))}
     names = {name: name for name in numbers | outside | (named_as_state & states)}
     for name in named_as_state:
         parted = parted_anywhere(name, parameters)

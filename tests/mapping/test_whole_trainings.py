@@ -626,6 +626,34 @@ def test_state_that_is_made_up_has_the_whole_name_of_its_parameter(tmp_path: Pat
     assert {"accum.model.fc.w", "stat.model.fc.w"} <= found.keys()
 
 
+STATES = """
+    [[map]]
+    state = "optimizer.state.{p*}.exp_avg <=> moment1.{p*}"
+    [[map]]
+    state = "optimizer.state.{p*}.exp_avg_sq <=> moment2.{p*}"
+    [[map]]
+    count = { each = "optimizer.state.{p*}.step", beside = "optimizer.state.{p*}.exp_avg", total = "global_step" }
+    """
+
+
+@pytest.mark.parametrize("to", few(1, ["torch", "safetensors"]))
+@pytest.mark.parametrize("states", few(1, [STATES, None]))
+def test_state_that_a_map_has_named_comes_back_and_follows(tmp_path: Path, states: str | None, to: str) -> None:
+    (tmp_path / "states.toml").write_text(states or "")
+    named = str(tmp_path / "states.toml") if states else "torch-mindspore"
+    converted(tmp_path, for_mindspore(), map=named, forward=True, to=to)
+    (tmp_path / "dst").rename(tmp_path / "there")
+    reshard_mpi.transform(tmp_path / "there", tmp_path / "back", map=named, reverse=True, to="torch")
+    found = torch_peer.load(tmp_path / "back/rank_0/checkpoint_0.pt")
+    assert found["optimizer"]["state"].keys() == found["model"].keys() and found.keys() == {"model", "optimizer"}
+    assert all(own.keys() == {"step", "exp_avg", "exp_avg_sq"} for own in found["optimizer"]["state"].values())
+    reshard_mpi.transform(
+        tmp_path / "there", tmp_path / "moved", map="{p*} <=> net.{p*}", forward=True, to="safetensors"
+    )
+    moved = held(tmp_path / "moved").keys()
+    assert moved - NUMBERS == mindspore_names([f"net.{name}" for name in for_mindspore()["model"]])
+
+
 def test_state_of_a_parameter_beside_the_model_has_the_name_of_that(tmp_path: Path) -> None:
     entries = (f'[[map]]\nstate = "{key}.state.{{p*}}.exp_avg <=> moment1.{{p*}}"\n' for key in ("optimizer", "second"))
     (tmp_path / "map.toml").write_text("".join(entries))
