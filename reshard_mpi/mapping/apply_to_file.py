@@ -107,7 +107,6 @@ def applied_to_file(
     outside = frozenset(name for name in inventory if below is not training and not name.startswith(MODEL))
     of_model = choice._replace(beside=outside)
     of_optimizers = tuple(begin for each in optimizers_in_nest(source.nest, training) for begin in begins_of(each.path))
-    others = frozenset(name for name in outside if not name.startswith(of_optimizers))
     fitting: list[MappedFile] = []
     unfit: list[MapError] = []
     for own, own_like, is_below in attempts:
@@ -117,17 +116,18 @@ def applied_to_file(
             if not (fitting or isinstance(error, UnfitMapError)):
                 raise
             unfit.append(error)
-        if fitting and not _takes_others_alone(fitting[-1], others):
+        if fitting and not _takes_others_alone(fitting[-1], outside, of_optimizers):
             return fitting[-1]
     if not fitting:
         raise unfit[0]
     return fitting[0]
 
 
-def _takes_others_alone(mapped: MappedFile, others: frozenset[str]) -> bool:
-    """Tell whether equations take tensors that are neither of the model nor of an optimizer, and none else."""
-    taken = [tensor.sources.values() for tensor in mapped.mapped[0].made if tensor.where]
-    return bool(taken) and all(map(others.issuperset, taken))
+def _takes_others_alone(mapped: MappedFile, outside: frozenset[str], of_optimizers: tuple[str, ...]) -> bool:
+    """Tell whether equations take tensors that are neither of the model nor of an optimizer, and none of the model."""
+    made = (tensor for tensor in mapped.mapped[0].made if tensor.where)
+    taken = [name for tensor in made for name in tensor.sources.values() if not name.startswith(of_optimizers)]
+    return bool(taken) and outside.issuperset(taken)
 
 
 def _goes_by_names_below(nest: str | None, training: Training) -> bool:
