@@ -246,7 +246,7 @@ def _require_recorded_cut(files: ShardFiles, strategy: Strategy, manifest: Manif
         manifest: of one of them.
     """
     recorded = _recorded(files)
-    if recorded is None:
+    if recorded is None or SCHEME_TEXT in manifest.strings:  # companions of quantized weights go like these
         return
     agree: dict[tuple[tuple[Placement, ...], tuple[Placement, ...]], bool] = {}
     for name in dict.fromkeys((*recorded.parameters, *manifest.tensors)):

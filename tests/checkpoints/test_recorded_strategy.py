@@ -137,9 +137,9 @@ def test_a_table_with_a_flipped_bit_is_none(made: Path, tmp_path: Path) -> None:
                 assert (tmp_path / "one/rank_0/checkpoint_0.safetensors").read_bytes() == right
 
 
-def test_a_strategy_that_is_given_goes_before(made: Path, tmp_path: Path) -> None:
+def test_a_strategy_that_is_given_must_agree(made: Path, tmp_path: Path) -> None:
     (tmp_path / "wrong.toml").write_text(SPEC.replace("{ 0 =", "{ 1 ="))
-    with pytest.raises(reshard_mpi.StrategyError, match="should be different are the same"):
+    with pytest.raises(reshard_mpi.StrategyError, match="cuts a tensor otherwise"):
         reshard_mpi.transform(made, tmp_path / "one", tmp_path / "wrong.toml", to="safetensors")
 
 
