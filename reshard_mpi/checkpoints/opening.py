@@ -258,8 +258,8 @@ def _require_recorded_cut(files: ShardFiles, strategy: Strategy, manifest: Manif
         if not agree[pair]:
             raise StrategyError(
                 "the source strategy cuts a tensor otherwise than the run that has made these shards",
-                expected=f"{name!r} as {recorded.origin} says",
-                got="another dimension, other ranks, or another number of parts",
+                expected=f"{name!r}: {', '.join(each.cuts_text for each in pair[1])}, as {recorded.origin} says",
+                got=f"{', '.join(each.cuts_text for each in pair[0])}: ranks would hold other parts",
                 where=f"{files.path} and {strategy.origin or 'the source strategy'}",
                 remedy="leave the strategy out, or give the run's --dst-strategy",
             )

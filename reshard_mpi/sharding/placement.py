@@ -206,6 +206,12 @@ class Placement:
             self._even_part(rank) != other._even_part(rank) for rank in range(self.stage_size)
         )
 
+    @property
+    def cuts_text(self) -> str:
+        """How dimensions are cut, in words: `dimension 1 in 4 parts`."""
+        cuts = [(dim, self.cuts(dim)) for dim in range(max(1, len(self.split)))]
+        return ", ".join(f"dimension {dim} in {parts} parts" for dim, parts in cuts if parts > 1) or "not cut"
+
     def _even_part(self, rank: int) -> dict[int, tuple[int, int]]:
         """Return, for each dimension that is cut, which part a rank holds and how many there are."""
         piece = self.piece(rank)
