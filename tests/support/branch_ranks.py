@@ -8,6 +8,7 @@ and optimizer, and the losses of further steps.
 
 from __future__ import annotations
 
+import os
 import sys
 from copy import deepcopy
 from pathlib import Path
@@ -69,6 +70,9 @@ def main(scheme: str, rank: int, ranks: int, meeting: str, folder: str, whole: s
         torch.save({**full, "losses": losses, "lr": optimizer.param_groups[0]["lr"]}, whole)
     dist.barrier()
     dist.destroy_process_group()
+    # A thread of gloo may still hold a tensor when Python takes itself apart, and now and then the process aborts.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
