@@ -17,7 +17,7 @@ from reshard_mpi.checkpoints.find_branches import (
     loose_branches,
     warned_of_optimizer_alone,
 )
-from reshard_mpi.checkpoints.refuse_sources import require_readable
+from reshard_mpi.checkpoints.refuse_sources import require_no_lost_index, require_readable
 from reshard_mpi.checkpoints.shard_files import (
     ShardFiles,
     common_name,
@@ -89,6 +89,8 @@ def _found(path: str, select: str | None, role: str, format_name: str | None, lo
     folders = rank_folders(given)
     name = _indexed(path, folders, select, format_name)
     if name is not None and (folder_format := formats.folder_by_name(name)) is not None:
+        if format_name is None:
+            require_no_lost_index(path, role, name)
         return ShardFiles(path, name, {0: folder_format.files_of(path)}, is_folder=True, looks=looks)
     wanted = f"{_endings(format_name)}{_selected(select)}"
     if not folders and select is None:

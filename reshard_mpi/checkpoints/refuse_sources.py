@@ -248,6 +248,24 @@ def require_readable(folder: str, role: str, format_name: str | None) -> None:
             )
 
 
+def require_no_lost_index(folder: str, role: str, format_name: str) -> None:
+    """Raise ForeignCheckpointError if a folder with one format's index is of another, whose own index is lost.
+
+    A folder of Megatron has torch's `.metadata` too; `common.pt` beside it tells that `metadata.json` lay there.
+    """
+    for info in formats.all_formats():
+        own = {*info.before_index} - {*formats.info(format_name).marks}
+        if format_name in info.also_marked_as and not own.isdisjoint(source_files.names(folder, ())):
+            index = info.marks[0]
+            raise ForeignCheckpointError(
+                f"the {role} is a {info.title} that has lost its {index}, or one whose save was not finished",
+                expected=index,
+                got=" and ".join(info.before_index),
+                where=folder,
+                remedy=f"copy or restore {index}; or read the tensors alone, with --from {format_name}",
+            )
+
+
 def _tagged(folder: str) -> list[str]:
     """Return the folders that DeepSpeed's trackers in a folder name."""
     folders = []

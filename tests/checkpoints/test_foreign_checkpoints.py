@@ -79,6 +79,16 @@ def test_megatrons_other_forms(tmp_path: Path) -> None:
     assert "--from dcp" in said.err and "fsdp_dtensor" not in run_here("plan", tmp_path, tmp_path / "out").err
 
 
+def test_megatrons_own_form_that_has_lost_its_metadata_json(tmp_path: Path) -> None:
+    """It is no plain DCP folder, unless that is asked for."""
+    done("transform", tmp_path / made(tmp_path, "net.pt"), tmp_path / "save", "--to", "dcp")
+    (tmp_path / "net.pt").rename(tmp_path / "save" / "common.pt")
+    said = run_here("plan", tmp_path / "save", tmp_path / "out")
+    assert said.code == 3 and "a Megatron checkpoint that has lost its metadata.json" in said.err
+    assert "with --from dcp" in said.err
+    done("plan", tmp_path / "save", tmp_path / "out", "--from", "dcp")
+
+
 def test_a_file_that_is_chosen(tmp_path: Path) -> None:
     """Which says itself whether it holds all weights, unlike this one."""
     made(tmp_path, "mp_rank_00_model_states.pt", *ZERO[2:])
