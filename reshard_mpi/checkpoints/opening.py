@@ -36,6 +36,7 @@ from reshard_mpi.sharding.strategy import Strategy, unsharded
 from reshard_mpi.text import shortened
 
 if TYPE_CHECKING:
+    from reshard_mpi.journal.record_finder import RunOfFiles
     from reshard_mpi.journal.run_records import RunIdentity
 
 NO_DAMAGE: Mapping[int, ReshardError] = MappingProxyType({})
@@ -53,9 +54,9 @@ def open_source(
     can be read, or if no strategy says which other shards hold the same data.
     """
     _require_all_files(files)
-    has_records = _has_records(files)
-    if has_records:
-        files = _of_one_run(files)
+    run = _run_of(files) if _has_records(files) else None
+    if run is not None:
+        files = files._replace(modified=run.modified)
     if files.is_folder:
         return _open_folder(files, strategy, known_damage)
     if strategy is not None and strategy.world_size > 1:
@@ -71,9 +72,10 @@ def open_source(
             _require_whole_run(files)
     elif described is not None:
         _require_agreement(strategy, described, manifest)
-    elif has_records:
+    elif run is not None:
         _require_as_many_ranks(files, strategy)
-        _require_recorded_cut(files, strategy, manifest)
+        if len(run.modified) < len(files.shards):  # others have written all of them since, else
+            _require_recorded_cut(files, strategy, run, manifest)
     if strategy is None:
         if damage:
             raise damage[min(damage)]
@@ -202,16 +204,15 @@ def _recorded(files: ShardFiles) -> Strategy | None:
     return None if recorded is None else strategy_table.loads(*recorded)
 
 
-def _of_one_run(files: ShardFiles) -> ShardFiles:
-    """Return files that have records, and which of them are not, by their times, as their run has recorded them.
+def _run_of(files: ShardFiles) -> RunOfFiles | None:
+    """Return the run that has made the files, if it has records of them.
 
     Raises DisagreementError if they are of several runs, as where one has replaced some of them.
     """
     from reshard_mpi.journal.record_finder import require_one_run
 
     files.look(*files.shards)  # one that is replaced after this is noticed
-    run = require_one_run(files.by_target_rank, files.path)
-    return files if run is None else files._replace(modified=run.modified)
+    return require_one_run(files.by_target_rank, files.path)
 
 
 def _has_records(files: ShardFiles) -> bool:
@@ -239,15 +240,19 @@ def _require_as_many_ranks(files: ShardFiles, strategy: Strategy) -> None:
         )
 
 
-def _require_recorded_cut(files: ShardFiles, strategy: Strategy, manifest: Manifest) -> None:
+def _require_recorded_cut(files: ShardFiles, strategy: Strategy, run: RunOfFiles, manifest: Manifest) -> None:
     """Raise StrategyError if a strategy cuts a tensor otherwise than the run has recorded that has made the files.
 
     Args:
         manifest: of one of them.
     """
-    recorded = _recorded(files)
-    if recorded is None or SCHEME_TEXT in manifest.strings:  # companions of quantized weights go like these
+    from reshard_mpi.journal.run_records import strategy_of_run
+
+    tables = (strategy_of_run(folder, run.digest) for folder in run.folders)
+    table = next((each for each in tables if each is not None), None)
+    if table is None or SCHEME_TEXT in manifest.strings:  # companions of quantized weights go like these
         return
+    recorded = strategy_table.loads(*table)
     agree: dict[tuple[tuple[Placement, ...], tuple[Placement, ...]], bool] = {}
     for name in dict.fromkeys((*recorded.parameters, *manifest.tensors)):
         if any(each.is_only_caught(name) and each.followed(name) for each in (strategy, recorded)):

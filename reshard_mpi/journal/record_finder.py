@@ -115,6 +115,7 @@ class RunOfFiles(NamedTuple):
 
     digest: str
     modified: tuple[ModifiedShard, ...]  # files that are not, by their times, the ones that it has recorded
+    folders: tuple[Path, ...]  # with its records: a folder of links may lead to several
 
 
 def require_one_run(files: Mapping[int, Sequence[str]], where: str) -> RunOfFiles | None:
@@ -143,7 +144,7 @@ def require_one_run(files: Mapping[int, Sequence[str]], where: str) -> RunOfFile
     committed = {_is_committed(state.parent, first, heads.values(), where) for state in state_folders}
     if committed != {True}:
         _require_one_state(finder, files, is_committed=False not in committed)
-    return RunOfFiles(first.digest, _modified(heads))
+    return RunOfFiles(first.digest, _modified(heads), tuple(state.parent for state in state_folders))
 
 
 def modified_shards(files: Mapping[int, Sequence[str]]) -> tuple[ModifiedShard, ...]:

@@ -17,6 +17,7 @@ import reshard_mpi
 from reshard_mpi.checkpoints import opening
 from reshard_mpi.checkpoints.discovery import ShardFiles
 from reshard_mpi.errors import DamageError, ReshardError, SourceError, StrategyError, TransformError
+from reshard_mpi.journal.record_finder import RunOfFiles
 
 FORMS = ["safetensors", "hdf5", "ckpt", "torch", "dcp", "hf"]
 SELF_DESCRIBING = ("hdf5", "dcp", "hf")
@@ -264,14 +265,14 @@ def test_a_shard_that_is_replaced_when_records_have_been_looked_at(
 ) -> None:
     """Planning takes minutes where there are thousands of ranks, and the first look at a shard comes only then."""
     out, others = made(tmp_path, "ours", form, 1), made(tmp_path, "others", form, 2)
-    check = opening._of_one_run
+    check = opening._run_of
 
-    def then_replaced(files: ShardFiles) -> ShardFiles:
-        files = check(files)
+    def then_replaced(files: ShardFiles) -> RunOfFiles | None:
+        run = check(files)
         shards(others)[1].replace(shards(out)[1])
-        return files
+        return run
 
-    monkeypatch.setattr(opening, "_of_one_run", then_replaced)
+    monkeypatch.setattr(opening, "_run_of", then_replaced)
     with pytest.raises(TransformError, match="sources of target rank 0 were changed"):
         reshard_mpi.transform(out, tmp_path / "again", strategy_of(form, tmp_path), to="safetensors", jobs=1)
     assert not list((tmp_path / "again").glob("rank_*/*"))
@@ -294,3 +295,32 @@ def test_a_strategy_that_the_records_contradict_is_refused(tmp_path: Path, kind:
     for name, given in (("out", tmp_path / "0.toml"), ("out2", None)):
         reshard_mpi.transform(tmp_path / "cut", tmp_path / name, given, to="safetensors")
         assert np.array_equal(reshard_mpi.load_rank(0, tmp_path / name)["a.w"], values)
+
+
+@pytest.mark.parametrize("what", ["not committed", "links to folders", "links to files", "by rank", "one touched"])
+def test_a_strategy_is_held_against_the_records_wherever_they_are(tmp_path: Path, what: str) -> None:
+    values = np.arange(64, dtype=np.float32).reshape(8, 8)
+    write_ranks({0: {"a.w": values, "b.w": -values}}, tmp_path / "src", "safetensors")
+    for dim in (0, 1):
+        text = f'mesh = {{ t = 2 }}\n[[parameter]]\nmatch = "*"\nsplit = {{ {dim} = ["t"] }}\n'
+        (tmp_path / f"{dim}.toml").write_text(text)
+    cut, given = tmp_path / "cut", tmp_path / "given"
+    reshard_mpi.transform(tmp_path / "src", cut, dst_strategy=tmp_path / "0.toml")
+    files = {int(path.parent.name.removeprefix("rank_")): path for path in sorted(cut.glob("rank_*/*"))}
+    if what == "not committed":
+        (cut / "reshard.json").unlink()
+    if what == "one touched":
+        os.utime(files[1])
+    for rank, path in files.items():
+        if what == "links to files":
+            (given / f"rank_{rank}").mkdir(parents=True)
+            (given / f"rank_{rank}" / path.name).symlink_to(path)
+        elif what == "links to folders":
+            given.mkdir(exist_ok=True)
+            (given / f"rank_{rank}").symlink_to(path.parent)
+    with pytest.raises(StrategyError, match="cuts a tensor otherwise"):
+        if what == "by rank":
+            out = tmp_path / "out" / "rank_0" / "x0.safetensors"
+            reshard_mpi.transform_checkpoint_by_rank(0, files, out, tmp_path / "1.toml", None)
+        else:
+            reshard_mpi.transform(given if "links" in what else cut, tmp_path / "out", tmp_path / "1.toml", jobs=1)
