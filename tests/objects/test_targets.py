@@ -159,7 +159,11 @@ MIXED = [
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("least_parts")
-@pytest.mark.parametrize(("to", "options"), MIXED)
+@pytest.mark.parametrize(
+    ("to", "options", "bucket"),
+    [(to, options, "seaweedfs" if "--verify" in options else "moto") for to, options in MIXED],
+    indirect=["bucket"],
+)
 def test_targets_of_several_parts(bucket: Bucket, tmp_path: Path, to: str, options: str) -> None:
     c = mixed(tmp_path, to)
     if to in _WHOLE:
