@@ -72,7 +72,7 @@ def require_full(files: ShardFiles, manifest: Manifest, *, said: bool) -> ShardF
         return files
     siblings = lone.siblings()
     if not siblings and (said or lone.rank == 0):
-        return files
+        return files if said else _without_siblings(files, lone)
     compared: list[int] = []
     problems: list[str] = []
     for rank in _nearest_and_last(lone.rank, siblings):
@@ -90,6 +90,30 @@ def require_full(files: ShardFiles, manifest: Manifest, *, said: bool) -> ShardF
     beside = f"the shards beside it (compared with {named(compared)})"
     note = f"{files.path} is taken for a full checkpoint: it holds the same as {beside}"
     return files._replace(notes=(*files.notes, note))
+
+
+def _without_siblings(files: ShardFiles, lone: SingleShard) -> ShardFiles:
+    """Return files of rank 0 alone, with a warning if other ranks have folders without shards.
+
+    Raises SourceError if a shard of another rank has begun to be written.
+    """
+    from reshard_mpi.journal.publication import is_partial
+
+    empty = lone.empty_siblings()
+    for folder in empty.values():
+        partial = next(filter(is_partial, map(folder.joinpath, source_files.names(folder, ()))), None)
+        if partial is not None:
+            raise SourceError(
+                "the shard of another rank is not finished",
+                expected="all shards of the checkpoint, or a single one",
+                got=str(partial),
+                where=files.path,
+                remedy="let the run that writes it finish (transform --resume), or remove that file if none does",
+            )
+    if not empty:
+        return files
+    warning = f"{files.path} is taken for a full checkpoint: the rank folders beside it ({named(empty)}) have no shards"
+    return files._replace(warnings=(*files.warnings, warning))
 
 
 def _refusal(files: ShardFiles, lone: SingleShard, got: str) -> SourceError:

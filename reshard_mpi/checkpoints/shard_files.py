@@ -180,11 +180,18 @@ class SingleShard(NamedTuple):
 
     def siblings(self) -> dict[int, list[Path]]:
         """Return the shards in the rank folders beside this one, by rank."""
+        return {rank: shards for rank, folder in self._folders_beside().items() if (shards := _shards(folder))}
+
+    def empty_siblings(self) -> dict[int, Path]:
+        """Return the rank folders beside this one that have no shards, by rank."""
+        return {rank: folder for rank, folder in self._folders_beside().items() if not _shards(folder)}
+
+    def _folders_beside(self) -> dict[int, Path]:
         try:
             folders = rank_folders(self.checkpoint)
         except (OSError, SourceError):
             return {}
-        return {rank: shards for rank, folder in folders.items() if rank != self.rank and (shards := _shards(folder))}
+        return {rank: folder for rank, folder in folders.items() if rank != self.rank}
 
 
 def in_its_rank(files: ShardFiles) -> ShardFiles:

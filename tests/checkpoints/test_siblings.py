@@ -97,6 +97,22 @@ def test_a_shard_of_rank_0_by_itself_is_a_checkpoint(alike: Conversion) -> None:
     assert read_shard(alike.written(0)) == as_read(TENSORS)
 
 
+def test_rank_folders_without_shards_are_named(alike: Conversion) -> None:
+    for rank in (1, 2, 3):
+        alike.shard(rank).unlink()
+    said = alike.but(dst_strategy=None).done("transform", "--to", "safetensors").err
+    assert f"warning: {alike.src} is taken for a full checkpoint: the rank folders beside it (ranks 1, 2, 3)" in said
+
+
+def test_a_shard_beside_an_unfinished_one_is_refused(alike: Conversion) -> None:
+    for rank in (1, 2, 3):
+        alike.shard(rank).unlink()
+    partial = alike.shard(1).with_name(f".{alike.shard(1).name}.0123456789ab.partial")
+    partial.touch()
+    said = alike.but(dst_strategy=None).refused()
+    assert "the shard of another rank is not finished" in said and f"got: {partial}" in said
+
+
 @pytest.mark.parametrize("rank", few(1, [0, 3]))
 def test_what_all_ranks_have_alike_is_a_checkpoint(alike: Conversion, rank: int) -> None:
     for number, source in enumerate((alike.shard(rank), alike.shard(rank).parent)):

@@ -105,9 +105,9 @@ def test_files_of_a_format_that_no_index_lists(tmp_path: Path) -> None:
     """Such as those of a save by more ranks into the same folder, and the state beside a model of Hugging Face."""
     a_dcp(tmp_path)
     (tmp_path / "__7_0.distcp").write_bytes(b"content")
-    torch_peer.write(tmp_path / "common.pt", CONTENTS)
+    torch_peer.write(tmp_path / "train_state.pt", CONTENTS)
     left_out = discovery.find_shards(str(tmp_path)).left_out
-    assert left_out.startswith("__7_0.distcp, common.pt (Megatron's settings")
+    assert left_out.startswith("__7_0.distcp, train_state.pt (Megatron Bridge's step")
     assert discovery.find_shards(str(tmp_path), format_name="dcp").left_out == "__7_0.distcp"
 
 
