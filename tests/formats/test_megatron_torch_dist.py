@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import io
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import dcp_peer, torch_peer
-from support.command_line import refused, run_here
+from support.command_line import done, refused, run_here
 from support.examples import few, many
 from support.megatron_peer import FORMS, KINDS, Contents, Form, Surprise, Training, gpt, write
 
@@ -317,6 +318,18 @@ def test_contradictions(tmp_path: Path, case: str) -> None:
     said = refused("plan", tmp_path, tmp_path.parent / "out")
     assert all(word in said for word in says), said
     assert str(tmp_path) in said
+
+
+def test_what_is_in_common_is_of_another_save(tmp_path: Path) -> None:
+    """No tensor says of which iteration it is, but the folder does."""
+    folders = [tmp_path / f"iter_{iteration:07d}" for iteration in (3, 4)]
+    for iteration, folder in enumerate(folders, 3):
+        form = replace(NAMED, has_file=True)
+        write(folder, gpt(2), form, spoil=lambda contents: contents.common.update(iteration=iteration))  # noqa: B023
+        done("plan", folder, tmp_path / "out")
+    shutil.copyfile(folders[1] / "common.pt", folders[0] / "common.pt")
+    said = refused("plan", folders[0], tmp_path / "out")
+    assert "of another save" in said and "expected: iteration 3" in said and "got: iteration 4" in said
 
 
 @pytest.mark.parametrize("state", few(1, FORMS))

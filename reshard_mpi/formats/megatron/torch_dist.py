@@ -56,6 +56,7 @@ _OF_GROUP = re.compile(
 _HALF = re.compile(r"(?P<whole>.*\.linear_fc1\.(?:weight|bias)_)[wv]")
 _GATE, _UP = "w", "v"
 _COMMON_STATE = "common_state"
+_ITERATION_FOLDER = re.compile(r"iter_(\d{7,12})", re.ASCII)
 # How the optimizer's state is kept.
 _CONTENT, _LENGTHS = "content_metadata", "per_bucket_numel"
 # Objects that are of these ranks alone.
@@ -252,7 +253,21 @@ def _sorted(found: Mapping[str, Value], common: Mapping[str, Value], folder: str
             where=folder,
             remedy="copy or restore all files of one save; weights alone can be read with --from dcp",
         )
+    _require_iteration_of_folder(common, folder)
     return _Objects(common, extra, of_groups, left_out, of_files)
+
+
+def _require_iteration_of_folder(common: Mapping[str, Value], folder: str) -> None:
+    """Raise ShardError if the folder is named after another iteration: what ranks have in common is of another save."""
+    named, iteration = _ITERATION_FOLDER.fullmatch(Path(folder).name), common.get("iteration")
+    if named is not None and type(iteration) is int and iteration != int(named[1]):
+        raise ShardError(
+            "what the ranks of a Megatron checkpoint have in common is of another save than its folder",
+            expected=f"iteration {int(named[1])}, after which the folder is named",
+            got=f"iteration {iteration} in {COMMON} or the object {_COMMON_STATE}",
+            where=folder,
+            remedy="copy or restore all files of one save; if only the folder has been renamed, give it its own name",
+        )
 
 
 def _args(objects: _Objects) -> Mapping[str, Value]:
