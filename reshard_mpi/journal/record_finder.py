@@ -134,6 +134,8 @@ def require_one_run(files: Mapping[int, Sequence[str]], where: str) -> RunOfFile
     heads = {path: each.head for path, each in found.items() if each is not None and each.head is not None}
     first_path, first = next(iter(heads.items()), ("", None))
     if first is None:
+        for path in found:
+            _require_not_begun_anew(path, where)
         return None
     for path in found:
         head = heads.get(path)
@@ -145,6 +147,21 @@ def require_one_run(files: Mapping[int, Sequence[str]], where: str) -> RunOfFile
     if committed != {True}:
         _require_one_state(finder, files, is_committed=False not in committed)
     return RunOfFiles(first.digest, _modified(heads), tuple(state.parent for state in state_folders))
+
+
+def _require_not_begun_anew(path: str, where: str) -> None:
+    """Raise DisagreementError if a file without a record has the name of a target of a run that is not committed.
+
+    The run would have a record of it if it had made it, so it is another's; others beside it may have been removed.
+    """
+    to_replace = run_to_replace(path)
+    if to_replace is None:
+        return
+    run, folder = to_replace
+    committed = CommitRecord.read(folder)
+    if committed is None or committed.digest != run.digest:
+        got = f"{path}, of which it has no record"
+        raise _of_several_runs(f"those of the run that has begun in {folder}", got, where)
 
 
 def modified_shards(files: Mapping[int, Sequence[str]]) -> tuple[ModifiedShard, ...]:
@@ -180,6 +197,11 @@ def _is_committed(folder: Path, first: RecordHead, heads: Collection[RecordHead]
         got = f"{COMMIT_RECORD} of another run in {folder}"
         raise _of_several_runs(f"that of the run which has made {first.file}", got, where)
     if committed is None:
+        begun = RunIdentity.recorded(folder / STATE)
+        if begun is not None and begun.digest != first.digest:
+            raise _of_several_runs(
+                f"those of the run that has begun in {folder}", f"{first.file} of another run", where
+            )
         return False
     times_ns = committed_times(folder, committed.digest)
     return None if times_ns is None else all(head.modified_ns == times_ns.get(head.rank) for head in heads)

@@ -17,7 +17,7 @@ from reshard_mpi.engine.checksums import Shown, Span, sum_shard, sum_tensors, ta
 from reshard_mpi.engine.first_difference import where_it_differs
 from reshard_mpi.engine.open_files import OnBytes
 from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, ShardError, as_reshard_error
-from reshard_mpi.filesystem.paths import absolute_path, real_path
+from reshard_mpi.filesystem.paths import absolute_path, rank_of_folder, real_path
 from reshard_mpi.filesystem.source_files import exists, is_folder, is_taken, version_of
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE
@@ -229,7 +229,9 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
         yield DamageError(error.problem, expected=error.expected, got=error.got, where=error.where, remedy=error.remedy)
         return
     # Not if it is a file or the folder of a rank by itself.
-    is_whole = is_folder(folder / STATE) or all(path.parent.parent == resolved(folder) for path in paths)
+    whole = resolved(folder)
+    are_loose = rank_of_folder(whole.name) is None and all(path.parent == whole for path in paths)
+    is_whole = is_folder(folder / STATE) or are_loose or all(path.parent.parent == whole for path in paths)
     if are_others and is_whole:
         if run is not None:
             yield from _not_of_begun_run(files, run.digest)

@@ -12,12 +12,15 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+from support.checkpoints import write_ranks
 from support.command_line import done, run_here
 from support.conversions import Conversion, listing, make
 from support.examples import few
 from support.kills import instants, killed_before
 
+import reshard_mpi
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.discovery import find_shards
 from reshard_mpi.journal.record_files import STATE, recorded_ranks
@@ -230,3 +233,29 @@ def test_overwriting_leaves_one_checkpoint(conversion: Conversion, tmp_path: Pat
     lying = {name for name, content in listing(dst).items() if content is not None and ".reshard_mpi" not in name}
     assert lying == made_by(conversion, form).keys()
     assert find_shards(str(dst)).format == form
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", few(1, ["", "--verify"]))
+def test_a_slice_that_a_killed_run_left_is_no_checkpoint(tmp_path: Path, option: str) -> None:
+    """One target takes the place of the first of two; until then that lies there, the second is gone."""
+    options = option.split()
+    olds, news = (np.full((8, 4), value, np.float32) for value in (1, 2))
+    (tmp_path / "rows.toml").write_text('mesh = { t = 2 }\n[[parameter]]\nmatch = "*"\nsplit = { 0 = ["t"] }\n')
+    for name, values in (("old", olds), ("new", news)):
+        write_ranks({0: {"w": values}}, tmp_path / name, "safetensors")
+    done("transform", tmp_path / "old", tmp_path / "of two", "--dst-strategy", tmp_path / "rows.toml", *options)
+    dst = tmp_path / "undisturbed"
+    arguments = lambda: ("transform", str(tmp_path / "new"), str(dst), "--overwrite", *options)  # noqa: E731
+    shutil.copytree(tmp_path / "of two", dst, copy_function=shutil.copy2)
+    numbers = instants(arguments(), dst)
+    assert len(numbers) > 10
+    read = []
+    for number in numbers:
+        dst = tmp_path / f"dst{number}"
+        shutil.copytree(tmp_path / "of two", dst, copy_function=shutil.copy2)
+        assert killed_before(arguments(), dst, number)
+        if run_here("transform", dst, tmp_path / f"read{number}", "--verify").code == 0:
+            read.append(reshard_mpi.load_rank(0, tmp_path / f"read{number}")["w"])
+    assert all(np.array_equal(values, olds) or np.array_equal(values, news) for values in read)
+    assert len(read) < len(numbers)

@@ -200,6 +200,26 @@ def test_a_source_that_was_committed_with_other_sums(tmp_path: Path) -> None:
     assert not (tmp_path / "again").exists()
 
 
+@pytest.mark.parametrize("loss", few(1, ["gone", "cut short", "empty"]))
+def test_loose_shards_that_state_their_ranks_are_verified_as_a_whole(tmp_path: Path, loss: str) -> None:
+    c = four_targets(tmp_path, "hdf5")
+    c.done("transform", "--verify")
+    loose = tmp_path / "loose"
+    loose.mkdir()
+    for rank in range(4):
+        shutil.copy2(c.written(rank), loose)
+    assert "verified 4 shards" in run_here("verify", loose).out
+    one = loose / c.written(2).name
+    content = one.read_bytes()
+    one.unlink()
+    if loss != "gone":
+        one.write_bytes(content[:3000] if loss == "cut short" else b"")
+    said = refused("verify", loose, code=4)
+    assert "a shard is missing" in said and "got: all but that of rank 2" in said
+    assert (f"whose shard {one} is cannot be told" in said) == (loss != "gone")
+    assert "verified 1 shard" in run_here("verify", loose / c.written(1).name).out
+
+
 @pytest.mark.parametrize("form", few(1, ["hdf5", "ckpt", "torch"]))
 def test_a_source_without_records_one_shard_of_which_is_of_another_save(tmp_path: Path, form: str) -> None:
     """A copy of what can be seen in a folder, as by `cp -r DST/* COPY`; each shard is sound by itself."""
