@@ -17,7 +17,7 @@ from reshard_mpi.formats.structure import digest_besides, opened
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.journal.file_ownership import changed_index_files
 from reshard_mpi.journal.provenance import digest_of_texts, require_one_state, require_same_sources
-from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, record_path, recorded_ranks
+from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, record_path, recorded_ranks, run_path
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times
 from reshard_mpi.journal.target_records import RecordHead, TargetRecord, TensorSum
 from reshard_mpi.planning.source_flaws import ModifiedShard
@@ -150,17 +150,23 @@ def require_one_run(files: Mapping[int, Sequence[str]], where: str) -> RunOfFile
 
 
 def _require_not_begun_anew(path: str, where: str) -> None:
-    """Raise DisagreementError if a file without a record has the name of a target of a run that is not committed.
+    """Raise DisagreementError if a file without a record is older than a run that is to replace it and not committed.
 
-    The run would have a record of it if it had made it, so it is another's; others beside it may have been removed.
+    It is another's, and others beside it may have been removed. A newer file was saved there since.
     """
     to_replace = run_to_replace(path)
     if to_replace is None:
         return
     run, folder = to_replace
     committed = CommitRecord.read(folder)
-    if committed is None or committed.digest != run.digest:
-        got = f"{path}, of which it has no record"
+    if committed is not None and committed.digest == run.digest:
+        return
+    try:
+        is_newer = version_of(path).modified_ns > version_of(run_path(folder / STATE)).modified_ns
+    except OSError:  # which is told where the file is read
+        return
+    if not is_newer:
+        got = f"{path}, which was there before"
         raise _of_several_runs(f"those of the run that has begun in {folder}", got, where)
 
 
