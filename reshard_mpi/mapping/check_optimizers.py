@@ -12,9 +12,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.nest import dictionaries_in
+from reshard_mpi.formats.nest import dictionaries_in, names_by_path
 from reshard_mpi.mapping.direction import Inventory
-from reshard_mpi.mapping.numbered_state import WRAPPERS, begins_of, names_by_path
+from reshard_mpi.mapping.numbered_state import WRAPPERS, begins_of
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Form, Optimizer
 from reshard_mpi.mapping.result import DerivedTensor, taken_of
 from reshard_mpi.sharding.strides import paired

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.nest import BUFFERS, entries_below, entries_of, pairs_of, value_of
+from reshard_mpi.formats.nest import BUFFERS, entries_below, entries_of, names_by_path, pairs_of, value_of
 from reshard_mpi.formats.nest.nodes import UNREADABLE, decoded, parsed, places
 from reshard_mpi.mapping.direction import Inventory, TemplateShapes
 from reshard_mpi.sharding.state_names import STATE_WORDS
@@ -66,10 +66,11 @@ class ParameterGroup(NamedTuple):
 
 
 class Numbered(NamedTuple):
-    """A dictionary of an optimizer. path: what names of its tensors begin with."""
+    """A dictionary of an optimizer."""
 
-    path: str
+    path: str  # what names of its tensors begin with
     groups: tuple[ParameterGroup, ...]
+    has_values: bool = False  # whether its state has values besides tensors, such as counts of steps
 
 
 class Training(NamedTuple):
@@ -98,6 +99,15 @@ def training_in(nest: str | None, inventory: Inventory, alias: Mapping[str, str]
     """
     if nest is None:
         return NO_TRAINING
+    try:
+        return _training_in(nest, inventory, alias, where, are_values_state=True)
+    except MapError:  # values alone may be left of state whose tensors are excluded
+        return _training_in(nest, inventory, alias, where, are_values_state=False)
+
+
+def _training_in(
+    nest: str, inventory: Inventory, alias: Mapping[str, str], where: str, *, are_values_state: bool
+) -> Training:
     shapes = {name: kind.shape for name, kind in inventory.items()}
     no_parameters = {*alias, *(name for name, kind in inventory.items() if kind.dtype in _UNTRAINED)}
     root, place = _parsed(nest, shapes, where)
@@ -109,7 +119,11 @@ def training_in(nest: str | None, inventory: Inventory, alias: Mapping[str, str]
     below = names_by_path(shapes, optimizers)
     if "" in below:
         below[""] = [name for name in below[""] if name.startswith(begins_of(""))]
-    with_state = [path for path, names in below.items() if any(state_of(optimizers[path], name) for name in names)]
+    with_state = [
+        path
+        for path, optimizer in optimizers.items()
+        if (are_values_state and optimizer.has_values) or any(state_of(optimizer, name) for name in below.get(path, ()))
+    ]
     others = dict.fromkeys(shapes, None)
     for names in below.values():
         for name in names:
@@ -283,20 +297,6 @@ def _unreadable(error: Exception, where: str) -> MapError:
     return MapError("how the tensors of a file are nested cannot be read", got=str(error)[:100], where=where)
 
 
-def names_by_path(names: Iterable[str], paths: Collection[str]) -> dict[str, list[str]]:
-    """Return the names that begin with each of the paths, which are empty or end with a dot."""
-    below: dict[str, list[str]] = {}
-    for name in names:
-        end = 0
-        while True:
-            if name[:end] in paths:
-                below.setdefault(name[:end], []).append(name)
-            end = name.find(".", end) + 1
-            if not end:
-                break
-    return below
-
-
 def _doubt(problem: str, got: str, where: str, remedy: str = _REMEDY) -> MapError:
     expected = "as many parameters as the optimizer has, in the order of the model, each with the shape of its state"
     return MapError(problem, expected=expected, got=got, where=where, remedy=remedy)
@@ -309,7 +309,9 @@ def optimizers_in(node: Any, path: str) -> Iterator[Numbered]:
         read_groups = [_group(group) for group in groups]
         is_told = value_of(node, "state") is not None or all(group and group.names is not None for group in read_groups)
         if all(read_groups) and is_told:
-            yield Numbered(path, tuple(group for group in read_groups if group is not None))
+            states = (pairs_of(state) for _, state in pairs_of(value_of(node, "state")))
+            has_values = any(value is not None for pairs in states for _, value in pairs)
+            yield Numbered(path, tuple(group for group in read_groups if group is not None), has_values)
             return
     for key, value in pairs_of(node):
         yield from optimizers_in(value, f"{path}{key}.")

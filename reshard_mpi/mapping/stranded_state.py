@@ -14,13 +14,13 @@ from math import prod
 from typing import Any
 
 from reshard_mpi.errors import MapError
-from reshard_mpi.formats.nest import dictionaries_in, entries_of, pairs_of, value_of
+from reshard_mpi.formats.nest import dictionaries_in, entries_of, names_by_path, pairs_of, value_of
 from reshard_mpi.formats.nest.nodes import parsed
 from reshard_mpi.mapping.box_pairs import TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory
 from reshard_mpi.mapping.follow_parameters import is_copied
 from reshard_mpi.mapping.matching import Match
-from reshard_mpi.mapping.numbered_state import begins_of, names_by_path
+from reshard_mpi.mapping.numbered_state import begins_of
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Form, Optimizer
 from reshard_mpi.mapping.result import DerivedTensor, MapResult
 from reshard_mpi.mapping.tensor_kinds import (

@@ -1,8 +1,8 @@
 """Hold an optimizer's state against its parameters (`StateOfParameters`): complete, of one step, the same weights.
 
 Names tell whose state a tensor is, in any framework's form; state by numbers, as torch has it, is told by the groups in
-the file. Whether a parameter is trained is known where groups name it; else one without any state is found only if its
-kin have some.
+the file. A parameter that no group names is frozen where there are groups; another one without any state is found only
+if its kin have some, since torch keeps none of a parameter that has had no gradient yet.
 """
 
 from __future__ import annotations

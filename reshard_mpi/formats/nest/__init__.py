@@ -35,7 +35,7 @@ stages mean different parameters.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 # Lists in the state of torch's schedulers with a value for each group (torch.optim.lr_scheduler, 2.13).
@@ -351,3 +351,17 @@ def _joined_values(one: dict[Any, list[Any]], other: dict[Any, list[Any]]) -> li
         if value != other.get(key, value):
             raise ValueError(f"stages have other values for {key}")
     return [[key, *value] for key, value in {**one, **other}.items()]
+
+
+def names_by_path(names: Iterable[str], paths: Collection[str]) -> dict[str, list[str]]:
+    """Return the names that begin with each of the paths, which are empty or end with a dot."""
+    below: dict[str, list[str]] = {}
+    for name in names:
+        end = 0
+        while True:
+            if name[:end] in paths:
+                below.setdefault(name[:end], []).append(name)
+            end = name.find(".", end) + 1
+            if not end:
+                break
+    return below
