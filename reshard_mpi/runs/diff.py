@@ -60,13 +60,13 @@ class DiffSide(NamedTuple):
     has_values: bool  # whether what it has beside its tensors can be compared
 
 
-def diff(request: Request, comm: Comm, progress: Progress, memory: RunMemory, strategies: Strategies | None) -> Outcome:
+def diff(request: Request, comm: Comm, memory: RunMemory, progress: Progress, strategies: Strategies | None) -> Outcome:
     """Compare the checkpoint `request.source` with `request.target`.
 
     The differences are the outcome's failures. Raises a ReshardError, the same on all processes, if the two cannot be
     compared.
     """
-    first, second, planned = planned_sides(request, comm, progress, memory, strategies)
+    first, second, planned = planned_sides(request, comm, memory, progress, strategies)
     specs = {spec.name: spec for spec in second.plan.tensors.specs}
     common = [spec for spec in first.plan.tensors.specs if specs.get(spec.name) == spec]
     mine = common[comm.rank :: comm.size]
@@ -86,8 +86,8 @@ def diff(request: Request, comm: Comm, progress: Progress, memory: RunMemory, st
 def planned_sides(
     request: Request,
     comm: Comm,
-    progress: Progress,
     memory: RunMemory,
+    progress: Progress,
     strategies: Strategies | None,
     *,
     in_numbers: bool = False,
@@ -317,7 +317,7 @@ def _described(spec: TensorSpec) -> str:
 
 
 def diff_values(
-    request: Request, comm: Comm, progress: Progress, memory: RunMemory, strategies: Strategies | None
+    request: Request, comm: Comm, memory: RunMemory, progress: Progress, strategies: Strategies | None
 ) -> Outcome:
     """Compare the checkpoints `request.source` and `request.target` in numbers.
 
@@ -330,7 +330,7 @@ def diff_values(
         return spec.global_shape == other.global_shape and is_comparable(spec.dtype, other.dtype)
 
     tolerance = Tolerance(request.atol, request.rtol)
-    first, second, planned = planned_sides(request, comm, progress, memory, strategies, in_numbers=True)
+    first, second, planned = planned_sides(request, comm, memory, progress, strategies, in_numbers=True)
     own, others = ({spec.name: spec for spec in side.plan.tensors.specs} for side in (first, second))
     common = [spec for name, spec in own.items() if name in others and are_comparable(spec, others[name])]
     common.sort(key=lambda spec: -spec.size_bytes)

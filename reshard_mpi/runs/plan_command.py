@@ -171,7 +171,7 @@ def plan_targets(
     def make(damage: Mapping[int, ReshardError]) -> TargetPlans:
         nonlocal listing
         listing = _Listing(lists_tensors=lists_tensors)
-        return TargetPlans.make(request, comm, None, memory, progress, damage, listing.add)
+        return TargetPlans.make(request, comm, memory, progress, None, damage, listing.add)
 
     with RunMemory(lambda: request.allowance, comm, progress) as memory:
         plans, planned = checked_plans(make, comm, memory, progress)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from reshard_mpi.runs.process_memory import RunMemory
     from reshard_mpi.runs.progress import Progress
 
-    TaskFunction = Callable[["Request", Comm, Progress, RunMemory, "Strategies | None"], Outcome]
+    TaskFunction = Callable[["Request", Comm, RunMemory, Progress, "Strategies | None"], Outcome]
 
 # 5 GB, the size up to which huggingface_hub fills files.
 _USUAL_FILE_BYTES = 5 * 10**9
@@ -189,7 +189,7 @@ class Strategies(NamedTuple):
 
 
 class Task(StrEnum):
-    """What processes do together: MODULE:FUNCTION, called with request, communicator, progress, memory, strategies."""
+    """What processes do together: MODULE:FUNCTION, called with request, communicator, memory, progress, strategies."""
 
     CONVERT = "runs.transform:convert"
     VERIFY_PAIR = "runs.verify_command:verify_pair"
@@ -217,7 +217,7 @@ class Task(StrEnum):
         function = self.load()
         list_object_stores(request, comm, is_target_read=self is not Task.CONVERT)
         with RunMemory(lambda: request.allowance, comm, progress) as memory:
-            return function(request, comm, progress, memory, strategies)
+            return function(request, comm, memory, progress, strategies)
 
 
 def list_object_stores(request: Request, comm: Comm | None = None, *, is_target_read: bool = False) -> None:

@@ -145,9 +145,9 @@ class TargetPlans:
         cls,
         request: Request,
         comm: Comm,
-        strategies: Strategies | None,
         memory: RunMemory,
         progress: Progress,
+        strategies: Strategies | None,
         known_damage: Mapping[int, ReshardError],
         on_planned: OnPlanned = lambda run, plan, peak_bytes: None,
     ) -> TargetPlans:

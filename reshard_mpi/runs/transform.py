@@ -54,7 +54,7 @@ class ComparisonReport(NamedTuple):
 
 
 def convert(
-    request: Request, comm: Comm, progress: Progress, memory: RunMemory, strategies: Strategies | None
+    request: Request, comm: Comm, memory: RunMemory, progress: Progress, strategies: Strategies | None
 ) -> Outcome:
     """Make this process's part of the targets of `request`; return the outcome of all processes of `comm`.
 
@@ -66,7 +66,7 @@ def convert(
     Raises the same error on every process if the run is refused, before anything is written. Targets that fail later
     are in the outcome.
     """
-    make = partial(TargetPlans.make, request, comm, strategies, memory, progress)
+    make = partial(TargetPlans.make, request, comm, memory, progress, strategies)
     plans, planned = checked_plans(make, comm, memory, progress)
     outcome = compare_sources(plans, planned, comm, memory, progress)
     together(comm, partial(_begin, plans, comm, memory, progress))

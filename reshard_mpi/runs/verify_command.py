@@ -167,7 +167,7 @@ class _ComparedCheckpoints(NamedTuple):
 
 
 def verify_pair(
-    request: Request, comm: Comm, progress: Progress, memory: RunMemory, strategies: Strategies | None
+    request: Request, comm: Comm, memory: RunMemory, progress: Progress, strategies: Strategies | None
 ) -> Outcome:
     """Verify that the checkpoint `request.target` equals a fresh transform of `request.source`.
 
@@ -254,14 +254,14 @@ def _packed_target(files: shard_files.ShardFiles, packed: Packed) -> SourceCheck
 
 
 def verify_alone(
-    request: Request, comm: Comm, progress: Progress, memory: RunMemory, strategies: Strategies | None
+    request: Request, comm: Comm, memory: RunMemory, progress: Progress, strategies: Strategies | None
 ) -> Outcome:
     """Verify the checkpoint `request.source` against the sums that it keeps.
 
     Where the request names ranks, only their shards are verified, each by itself. Damage is in the outcome's failures.
     Raises a ReshardError, the same on every process, if it cannot be verified, for instance since it keeps no sums.
     """
-    files, outcome = verify_by_sums(request, comm, progress, memory)
+    files, outcome = verify_by_sums(request, comm, memory, progress)
     checked = outcome.checked
     unheld = _note_on_unheld_sums(files, checked) if request.rank is None else ()
     if not outcome.failures and not any(shard.by for shard in checked):
@@ -274,7 +274,7 @@ def verify_alone(
 
 
 def verify_by_sums(
-    request: Request, comm: Comm, progress: Progress, memory: RunMemory
+    request: Request, comm: Comm, memory: RunMemory, progress: Progress
 ) -> tuple[shard_files.ShardFiles, Outcome]:
     """Verify shards against the sums that are kept of them, if any are; return the files and the outcome.
 

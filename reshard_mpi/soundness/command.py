@@ -70,7 +70,7 @@ _STRUCTURE, _SUMS, _VALUES, _STATE = "structure", "sums", "values", "training st
 
 
 def audit(
-    request: Request, comm: Comm, progress: Progress, memory: RunMemory, strategies: Strategies | None
+    request: Request, comm: Comm, memory: RunMemory, progress: Progress, strategies: Strategies | None
 ) -> Outcome:
     """Audit the checkpoint `request.source`; the findings are in the outcome, worst first.
 
@@ -88,7 +88,7 @@ def audit(
             return _unopened(error, request, comm)
         require_same_choice(comm, files)
         like = agreed(lambda: _like(request, comm, memory), comm)
-        previous = _previous(request, comm, progress, memory)
+        previous = _previous(request, comm, memory, progress)
         try:
             opened = agreed(lambda: open_audited(request, files, comm, memory, strategies), comm)
         except _BROKEN as error:
@@ -99,7 +99,7 @@ def audit(
         agreed(lambda: _require_same_weights(opened, previous, request), comm)
         if comm.rank == 0:
             progress.display.reading(opened.source.summary_text)
-        read = _Read.of(opened, of_copies, previous, request, comm, progress, memory)
+        read = _Read.of(opened, of_copies, previous, request, comm, memory, progress)
 
         def judged() -> Outcome:
             if comm.rank:
@@ -217,7 +217,7 @@ class _Previous(NamedTuple):
         return changed_norms(contents, self.contents, opened.place, {**self.roles, **opened.roles})
 
 
-def _previous(request: Request, comm: Comm, progress: Progress, memory: RunMemory) -> _Previous | None:
+def _previous(request: Request, comm: Comm, memory: RunMemory, progress: Progress) -> _Previous | None:
     """Return descriptions of the values of the previous checkpoint, if one is named."""
     before = request.before
     if before is None:
@@ -270,11 +270,11 @@ class _Read(NamedTuple):
         previous: _Previous | None,
         request: Request,
         comm: Comm,
-        progress: Progress,
         memory: RunMemory,
+        progress: Progress,
     ) -> _Read:
         """Read all files and values of a checkpoint whose copies have been compared. Every process must call this."""
-        summed_files, summed = verify_by_sums(request, comm, progress, memory)
+        summed_files, summed = verify_by_sums(request, comm, memory, progress)
         contents, unreadable = _all_contents(opened, comm, progress)
         state = agreed(lambda: StateOfParameters.of(opened), comm)
         unlike_weights = _unlike_weights(opened, state, comm, progress)
