@@ -1,9 +1,10 @@
 """Be the parent of a run's local processes: start, serve and end them (`run_with_workers`).
 
-Workers are forked from an interpreter that has loaded only the modules that move bytes: no MPI, no HDF5, no threads. So
-modules are loaded once, however many workers there are. The command line is such an interpreter. A caller of the Python
-functions may be any process, so a fresh interpreter is started for it. A worker that dies is reported with the target
-that it was writing.
+Workers are forked from an interpreter that has loaded the modules of its task (`Task.load`), and no MPI, no HDF5 and no
+threads. So these modules are loaded once, however many workers there are; the modules of a format, and those that only
+some options need, such as --verify, are loaded by each worker when it comes to them. The command line is such an
+interpreter. A caller of the Python functions may be any process, so a fresh interpreter is started for it. A worker
+that dies is reported with the target that it was writing.
 """
 
 from __future__ import annotations
@@ -87,18 +88,46 @@ def run_with_workers(
     if not _may_fork():
         return _run_elsewhere(request, jobs, progress, work)
     with RunMemory(lambda: request.allowance, SerialComm(), progress) as memory:
-        return _run_here(request, jobs, progress, work, memory, caller)
+        memory.reserve_for_reading(request, None, f"reading the strategies of {request.source}")
+        # Workers that are forked know what this has listed.
+        list_object_stores(request, is_target_read=work is not Task.CONVERT)
+        strategies = _read(request)
+        work.load()  # once, before workers are forked
+        size, notes = _workers_to_start(request, jobs, work, strategies, memory)
+        workers: list[_Worker] = []
+        counts = SharedCounts(size)
+
+        def do_work(rank: int, channel: Channel) -> Outcome:
+            register_worker(memory.governor())
+            channel.send(("there", None))
+            progress = Progress(PipeDisplay(channel, begins=rank == 0), counts.of(rank))
+            return work.run(request, PipeComm(channel, rank, size), progress, strategies)
+
+        stopped = True
+        # Signals to stop are held back while workers are started or ended, so that none of them is forgotten.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_STOP)
+        try:
+            try:
+                for rank in range(size):
+                    workers.append(_start(workers, rank, partial(do_work, rank), mask))
+                progress.counts_of_others = counts.read
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                result = _serve(workers, progress, memory, caller)
+                stopped = False
+            finally:
+                signal.pthread_sigmask(signal.SIG_BLOCK, _TO_STOP)
+        finally:
+            _join(workers, stopped=stopped)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if isinstance(result, ReshardError):
+            raise result
+        return result._replace(notes=(*notes, *result.notes))
 
 
-def _run_here(
-    request: Request, jobs: int | None, progress: Progress, work: Task, memory: RunMemory, caller: Channel | None
-) -> Outcome:
-    """Be the parent of the workers, in this process."""
-    memory.reserve_for_reading(request, None, f"reading the strategies of {request.source}")
-    # Workers that are forked know what this has listed.
-    list_object_stores(request, is_target_read=work is not Task.CONVERT)
-    strategies = _read(request)
-    work.load()  # once, before workers are forked
+def _workers_to_start(
+    request: Request, jobs: int | None, work: Task, strategies: Strategies, memory: RunMemory
+) -> tuple[int, tuple[str, ...]]:
+    """Return how many workers to start, as many as there is memory for, and notes if they are fewer than asked for."""
     targets = len(request.rank) if request.rank else strategies.target.world_size
     notes: tuple[str, ...] = ()
     if jobs is None:
@@ -111,34 +140,7 @@ def _run_here(
     useful, size = size, memory.share_out(size, parameters)
     if size < useful and jobs is not None:
         notes = (*notes, f"{size} of {useful} processes were started: there can be no memory for more at once")
-    workers: list[_Worker] = []
-    counts = SharedCounts(size)
-
-    def do_work(rank: int, channel: Channel) -> Outcome:
-        register_worker(memory.governor())
-        channel.send(("there", None))
-        progress = Progress(PipeDisplay(channel, begins=rank == 0), counts.of(rank))
-        return work.run(request, PipeComm(channel, rank, size), progress, strategies)
-
-    stopped = True
-    # Signals to stop are held back while workers are started or ended, so that none of them is forgotten.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_STOP)
-    try:
-        try:
-            for rank in range(size):
-                workers.append(_start(workers, rank, partial(do_work, rank), mask))
-            progress.counts_of_others = counts.read
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            result = _serve(workers, progress, memory, caller)
-            stopped = False
-        finally:
-            signal.pthread_sigmask(signal.SIG_BLOCK, _TO_STOP)
-    finally:
-        _join(workers, stopped=stopped)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    if isinstance(result, ReshardError):
-        raise result
-    return result._replace(notes=(*notes, *result.notes))
+    return size, notes
 
 
 def parent_main(*descriptors: int) -> None:
