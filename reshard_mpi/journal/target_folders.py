@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import NamedTuple
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.folders import Folder, Say, make_folders, open_folder
@@ -15,9 +17,9 @@ from reshard_mpi.filesystem.source_files import is_taken
 from reshard_mpi.journal.provenance import TargetInputs
 from reshard_mpi.journal.publication import (
     Publication,
-    SharedIndex,
     dead_partial_bytes,
     partial_path,
+    publish_text,
     remove_dead_partials,
     require_own_partials,
 )
@@ -26,6 +28,9 @@ from reshard_mpi.journal.run_records import CommitRecord
 from reshard_mpi.journal.target_records import TargetRecord
 from reshard_mpi.planning.source_flaws import Differences
 from reshard_mpi.processes.host import host_name
+
+# The ending of the mark of a file that is complete, where several runs make the files of one index.
+_COMPLETE = ".complete"
 
 
 def require_writable(folder: Path) -> None:
@@ -192,3 +197,61 @@ class Unrecorded:
             if is_recorded:
                 with open_folder(folder / STATE) as state:
                     state.remove(record_path(state.path, target_rank).name)
+
+
+class SharedIndex(NamedTuple):
+    """The index of files in one folder, as a run that makes some of them sees it.
+
+    Example: with the files `part0.safetensors` and `part1.safetensors`, the run of the first one leaves
+    `.part0.safetensors.<digest>.complete`; the run of the second finds it, and writes the index.
+    """
+
+    folder: Path
+    name: str
+    text: str
+    files: Collection[str]  # the names of all files
+    own: Collection[str]  # the names of the ones this run makes
+    stale: Collection[str]  # the names of files that an earlier index has had, and which are read with any index
+    state: str  # a text that differs if the files would be made of another state of the source, or in another way
+
+    def withdraw(self) -> None:
+        """Remove the index, stale files, and the marks of this run's files, which will change."""
+        if not self.folder.is_dir():
+            return
+        with Folder.open(self.folder) as folder:
+            removed = [folder.remove(name) for name in (self.name, *self.stale, *self._marks(folder, self.own))]
+            if any(removed):
+                folder.sync()
+
+    def complete(self) -> tuple[str, ...]:
+        """Mark this run's files as complete, and write the index if all are; return the files that are still missing.
+
+        Several runs may do so at the same time: they write the same.
+        """
+        with Folder.open(self.folder) as folder:
+            for mark in filter(None, map(self._mark, self.own)):
+                publish_text(folder, mark, "")
+            lying = set(folder.names())
+            if self.name in lying:  # another run has completed the last file, and removed the marks
+                return ()
+            missing = tuple(file for file in self.files if self._mark(file) not in lying)
+            if not missing:
+                publish_text(folder, self.name, self.text)
+                for mark in self._marks(folder, self.files):
+                    folder.remove(mark)
+        return missing
+
+    def _mark(self, file: str) -> str:
+        """Return the name of the mark of a file as it is now, with its size and time; empty if it is not there."""
+        try:
+            status = (self.folder / file).stat()
+        except FileNotFoundError:
+            return ""
+        state = f"{self.state}\0{self.text}\0{status.st_size} {status.st_mtime_ns}"
+        digest = hashlib.sha256(state.encode("utf-8", "surrogatepass")).hexdigest()
+        return f".{file}.{digest[:32]}{_COMPLETE}"
+
+    def _marks(self, folder: Folder, files: Collection[str]) -> list[str]:
+        """Return the names of all marks of some files that lie in the folder, of whatever state."""
+        beginnings = tuple(f".{file}." for file in files)
+        return [name for name in folder.names() if name.startswith(beginnings) and name.endswith(_COMPLETE)]

@@ -29,8 +29,7 @@ from reshard_mpi.sharding.strategy import Strategy
 
 if TYPE_CHECKING:
     from reshard_mpi.checkpoints.source import SourceCheckpoint
-    from reshard_mpi.journal.publication import SharedIndex
-    from reshard_mpi.journal.target_folders import Unrecorded
+    from reshard_mpi.journal.target_folders import SharedIndex, Unrecorded
     from reshard_mpi.processes.comm import Comm
     from reshard_mpi.runs.check_commit import CommittedSums
 
@@ -93,6 +92,11 @@ class Run(NamedTuple):
         """Whether parts of targets are sent to an object store while these are filled: nothing reads them again."""
         return is_streamed(self.request, self.format)
 
+    @property
+    def workload(self) -> Workload:
+        """The work of a process that makes all targets."""
+        return _workload(self.request, self.planner, self.format, len(self.targets))
+
     def hosts(self, comm: Comm) -> Sequence[object]:
         """Return by process what tells the hosts apart whose processes may fill a target together."""
         return range(comm.size) if is_object_path(self.request.target) else comm.hosts
@@ -102,7 +106,7 @@ class Run(NamedTuple):
         files, source = self.request.files, self.planner.source.files
         if files is None:
             return None
-        from reshard_mpi.journal.publication import SharedIndex
+        from reshard_mpi.journal.target_folders import SharedIndex
 
         sources = source.sources(source.by_rank)
         state = repr((sources.folder, sources.files, self.strategies.source_digest))
@@ -167,6 +171,11 @@ def is_streamed(request: Request, format_name: str) -> bool:
     return is_object_path(request.target) and not is_read_again
 
 
+def _workload(request: Request, planner: Planner, format_name: str, targets: int) -> Workload:
+    streamed = is_streamed(request, format_name)
+    return Workload(planner, format_name, targets, request.verify, is_streamed=streamed)
+
+
 def open_run(
     request: Request,
     memory: RunMemory,
@@ -209,8 +218,7 @@ def open_run(
     planner, map_digests = apply_map(request, planner, packing_of(request, source, name))
 
     def reserve_to_plan(planner: Planner, targets: int) -> None:
-        streamed = is_streamed(request, name)
-        memory.reserve_for_planning(Workload(planner, name, targets, request.verify, is_streamed=streamed), purpose)
+        memory.reserve_for_planning(_workload(request, planner, name, targets), purpose)
 
     if traits.split_by_size or (traits.packs and planner.mapped is not None):
         reserve_to_plan(planner, 1)

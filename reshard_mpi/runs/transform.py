@@ -36,7 +36,7 @@ from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.check_places import require_room
 from reshard_mpi.runs.outcome import Outcome, attempt, raise_first_failure, report_of, together
 from reshard_mpi.runs.planner import Planner
-from reshard_mpi.runs.process_memory import RunMemory, Workload
+from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, ProgressStage, SliceCounter
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.target_plans import PlanReport, TargetPlans
@@ -252,9 +252,7 @@ def _compare(
     run, request = plans.run, plans.run.request
     planner, purpose = run.planner, f"copies in {request.source}"
     lost: tuple[UnusableShard, ...] = ()
-    projection = memory.reserve_for_planning(
-        Workload(planner, run.format, len(run.targets), request.verify, is_streamed=run.is_streamed), purpose
-    )
+    projection = memory.reserve_for_planning(run.workload, purpose)
     if mine:
         memory.reserve_peak(projection.base_bytes + comparing_bytes(planner.limits), purpose)
         counted = SliceCounter(progress.moved, sum(alike.size_bytes for alike in mine))
