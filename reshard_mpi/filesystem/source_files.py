@@ -279,6 +279,14 @@ def version_of(path: StrPath) -> FileVersion:
     return FileVersion.of(os.stat(path))
 
 
+def size_if_there(path: StrPath) -> int | None:
+    """Return the size of the file at `path` in bytes; None if it is not there, or cannot be looked at."""
+    try:
+        return version_of(path).size_bytes
+    except OSError:
+        return None
+
+
 def exists(path: StrPath) -> bool:
     """Tell whether anything lies at `path`. Raises OSError, as all who tell do, where the file system does not say."""
     return _mode(path) != 0

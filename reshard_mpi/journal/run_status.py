@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import SourceError, StoreError, TargetError
 from reshard_mpi.filesystem.paths import absolute_path, is_object_path
-from reshard_mpi.filesystem.source_files import exists, is_file, version_of
+from reshard_mpi.filesystem.source_files import exists, is_file, size_if_there, version_of
 from reshard_mpi.journal.commit import recorded_targets
 from reshard_mpi.journal.file_ownership import NOT_WRITTEN, changed_index_files
 from reshard_mpi.journal.publication import is_partial
@@ -160,7 +160,7 @@ def _commit(folder: Path) -> dict[str, Any]:
             "rank": rank,
             "file": file,
             "size_bytes": record.sizes_bytes.get(rank),
-            "got_bytes": _size_bytes(folder / file),
+            "got_bytes": size_if_there(folder / file),
             **_not_as_committed(folder, record, rank, times_ns),
         }
         for rank, file in record.files.items()
@@ -197,13 +197,6 @@ def _not_as_committed(
         if version_of(path).size_bytes == head.size_bytes and not head.is_about(path):
             return {"problem": "was modified after its record was written"}
     return {}
-
-
-def _size_bytes(path: Path) -> int | None:
-    try:
-        return version_of(path).size_bytes
-    except OSError:
-        return None
 
 
 def _run_lines(run: dict[str, Any], *, committed: bool) -> list[str]:

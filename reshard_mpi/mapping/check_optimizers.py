@@ -17,6 +17,7 @@ from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.numbered_state import WRAPPERS, begins_of
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Form, Optimizer
 from reshard_mpi.mapping.result import DerivedTensor, taken_of
+from reshard_mpi.mapping.tensor_kinds import without_state_of_others
 from reshard_mpi.sharding.strides import paired
 from reshard_mpi.text import shortened
 
@@ -353,9 +354,7 @@ def _models(optimizer: Optimizer, tensors: Iterable[str]) -> list[str]:
     """Return what names of a model have before an optimizer's, for each model that has most of its parameters."""
     counts = _beginnings(optimizer, tensors)
     fitting = [begin for begin, count in counts.items() if count == max(counts.values())]
-    # `moment.model.` is state of `model.`.
-    outer = [begin for begin in fitting if not any(begin != other and begin.endswith(other) for other in fitting)]
-    return outer or [""]
+    return without_state_of_others(fitting) or [""]
 
 
 def _beginnings(optimizer: Optimizer, tensors: Iterable[str]) -> Counter[str]:

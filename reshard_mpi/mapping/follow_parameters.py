@@ -24,6 +24,7 @@ from reshard_mpi.mapping.tensor_kinds import (
     source_affixes,
     target_affixes,
     with_state,
+    without_state_of_others,
 )
 
 _MAX_NAMED = 5
@@ -263,8 +264,7 @@ def _begins(names: Collection[str], source_path: str, tensors: Collection[str]) 
     others = (name for name in tensors if not (source_path and name.startswith(source_path)))
     begins = {name.removesuffix(one) for name in others if name.endswith(f".{one}")}
     fitting = [begin for begin in begins if all(f"{begin}{name}" in tensors for name in names)]
-    # `moment.model.` is state of `model.`.
-    return [begin for begin in fitting if not any(begin != other and begin.endswith(other) for other in fitting)]
+    return without_state_of_others(fitting)
 
 
 def _below(begin: str, names: Collection[str], parameters: Sequence[MadeParameter]) -> Iterator[MadeParameter]:

@@ -111,13 +111,16 @@ def _is_state(parts: Sequence[str]) -> bool:
 
 def layer_of(name: str) -> int | None:
     """Return the number of the layer that a tensor is of: 3 of `model.layers.3.w`, `h.3.w` and `layer3.w`."""
-    found = _LAYER.search(name)
-    return None if found is None else int(found[1])
+    return _number_in(name, _LAYER)
 
 
 def expert_of(name: str) -> int | None:
     """Return the number of the expert that a tensor is of: 7 of `model.layers.3.mlp.experts.7.w`."""
-    found = _EXPERT.search(name)
+    return _number_in(name, _EXPERT)
+
+
+def _number_in(name: str, pattern: re.Pattern[str]) -> int | None:
+    found = pattern.search(name)
     return None if found is None else int(found[1])
 
 
@@ -339,6 +342,11 @@ def with_state(names: Collection[str]) -> frozenset[str]:
             if own in owner_of and affixes.is_of_optimizer and affixes.around(owner_of[own]) in by_dots:
                 parameters.add(own)
     return frozenset(map(by_dots.__getitem__, parameters))
+
+
+def without_state_of_others(begins: Collection[str]) -> list[str]:
+    """Return the beginnings of names that end with no other of them: `moment.model.` is state of `model.`."""
+    return [begin for begin in begins if not any(begin != other and begin.endswith(other) for other in begins)]
 
 
 def owned_by(name: str, owner_of: Mapping[str, str]) -> Iterator[str]:

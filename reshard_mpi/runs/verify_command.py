@@ -6,7 +6,6 @@ Each process checks a share of the shards. Damage is reported for each tensor; a
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -346,11 +345,7 @@ def _each(
 
 def _size_bytes(files: shard_files.ShardFiles, rank: int) -> int:
     """Return the size of the files of a rank, as far as they are there."""
-    size_bytes = 0
-    for path in files.by_rank.get(rank, ()):
-        with suppress(OSError):
-            size_bytes += source_files.version_of(path).size_bytes
-    return size_bytes
+    return sum(source_files.size_if_there(path) or 0 for path in files.by_rank.get(rank, ()))
 
 
 def _with_notes(outcome: Outcome, governor: Governor, *read: shard_files.ShardFiles) -> Outcome:

@@ -54,8 +54,8 @@ from reshard_mpi.text import KIB, MIB, counted
 _BUFFER_BYTES = MIB
 # What is kept of the content of each tensor, in two forms while processes exchange it.
 _CONTENT_BYTES = 2 * KIB
-# A numpy that is in use, with its library for linear algebra, and tables of small floats.
-_NUMPY_BYTES = 24 * MIB
+# A numpy that is in use, with its library for linear algebra, and tables of small floats: more than it takes to load.
+_USED_NUMPY_BYTES = 24 * MIB
 # Where an element of a tensor lies, or its first one (None): the source rank, and the path of the file.
 PlaceOf = Callable[[str, tuple[int, ...] | None], tuple[int | None, str]]
 # The quantized weight that a tensor is stored for, and its role, by its name.
@@ -162,7 +162,7 @@ def open_audited(
     differing = planner.with_facts_read(plan).differing if comm.rank == 0 else ()
     found = difference_messages((*findings.unlisted, *differing), files.path)
     peak_bytes = memory.possible_peak_bytes(plan) + (comparing_bytes(LIMITS) if plan.to_compare else 0)
-    peak_bytes += _NUMPY_BYTES + _BUFFER_BYTES + _CONTENT_BYTES * len(plan.tensors)
+    peak_bytes += _USED_NUMPY_BYTES + _BUFFER_BYTES + _CONTENT_BYTES * len(plan.tensors)
     while not memory.reserve_peak(peak_bytes, purpose):
         plan = planner.plan(0, checked=False)
     of_targets = {*notes_on(policy.accumulated, plan.gradients)}
