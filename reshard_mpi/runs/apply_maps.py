@@ -29,8 +29,8 @@ from reshard_mpi.planning.made_tensors import MappedTensors, dequantized
 from reshard_mpi.planning.rank_choice import Accumulated, is_partial_sum
 from reshard_mpi.planning.rank_plan import LEFT_OUT, RankPlan
 from reshard_mpi.quantization.weights import SCHEME_TEXT, QuantizedWeight, QuantizedWeights
-from reshard_mpi.runs.check_maps import TensorMap, require_known_sums, source_warnings, tensor_at, tied_tensors
 from reshard_mpi.runs.planner import Planner
+from reshard_mpi.runs.request_maps import TensorMap, require_known_sums, source_warnings, tensor_at, tied_tensors
 from reshard_mpi.text import counted, shortened
 
 if TYPE_CHECKING:

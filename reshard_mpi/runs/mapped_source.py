@@ -29,8 +29,8 @@ from reshard_mpi.planning.rank_plan import Limits, PlannedTensors, RankPlan, Ten
 from reshard_mpi.planning.shared_facts import OWN
 from reshard_mpi.planning.source_flaws import MissingRanks, UnusableShard
 from reshard_mpi.runs.apply_maps import MapsOutcome, SourceMaps, notes_of_nest, notes_of_tensors, origins
-from reshard_mpi.runs.check_maps import TensorMap, require_equal, require_padding, target_warnings
 from reshard_mpi.runs.planner import Planner
+from reshard_mpi.runs.request_maps import TensorMap, require_equal, require_padding, target_warnings
 from reshard_mpi.sharding.strategy import Strategy, Unlisted, unsharded
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from reshard_mpi.formats.tensor_table import TensorType
     from reshard_mpi.journal.run_records import RunIdentity
     from reshard_mpi.mapping.selection import Selection
-    from reshard_mpi.runs.check_maps import TensorMap
     from reshard_mpi.runs.planner import Planner
+    from reshard_mpi.runs.request_maps import TensorMap
 
 
 class Packing(NamedTuple):
@@ -115,8 +115,8 @@ def apply_map(request: Request, planner: Planner, packing: Packing | None = None
         )
     if not request.is_mapped and packing is None:
         return planner, {}
-    from reshard_mpi.runs.check_maps import TensorMap
     from reshard_mpi.runs.mapped_source import planner_through
+    from reshard_mpi.runs.request_maps import TensorMap
 
     tensor_map = TensorMap.read(request)
     return planner_through(tensor_map, planner, packing), tensor_map.digests
@@ -144,8 +144,8 @@ def both_through_map(
     if not request.is_mapped and not any(readings):
         return (first, second), lambda _: None
     from reshard_mpi.mapping.selection import require_any
-    from reshard_mpi.runs.check_maps import TensorMap
     from reshard_mpi.runs.mapped_source import planner_through
+    from reshard_mpi.runs.request_maps import TensorMap
 
     tensor_map = TensorMap.read(request)
     of_both = tensor_map.of_two_checkpoints()

@@ -25,7 +25,7 @@ from reshard_mpi.mapping.numbered_state import WRAPPERS, Training, state_of, tra
 from reshard_mpi.mapping.optimizers import optimizers_in_nest
 from reshard_mpi.mapping.tensor_kinds import TensorKind, ends_of, kin_of, kind_of, parted_anywhere
 from reshard_mpi.planning.rank_plan import Limits, TensorPlan, meeting
-from reshard_mpi.runs.check_maps import tied_tensors
+from reshard_mpi.runs.request_maps import tied_tensors
 from reshard_mpi.sharding.state_names import STATE_KEY, parts_of
 from reshard_mpi.soundness.audited_checkpoint import AuditedCheckpoint
 from reshard_mpi.soundness.content import TensorContent
