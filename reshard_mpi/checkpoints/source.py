@@ -1,4 +1,4 @@
-"""Hold an opened source: its shards by rank, which `locate` reads, and their strategy (`SourceCheckpoint`)."""
+"""Locate the tensors of a rank (`locate`); hold an opened source, its shards and strategy (`SourceCheckpoint`)."""
 
 from __future__ import annotations
 

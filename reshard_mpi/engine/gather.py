@@ -1,4 +1,4 @@
-"""Read regions into numpy arrays: run by run, from mapped windows, or decoded and converted (`gather`).
+"""Read regions of many runs into numpy arrays, also decoded, converted or joined (`gather`).
 
 What a library decodes, or what is converted to another type or joined, is read a part at a time and then put in its
 place.

@@ -1,4 +1,4 @@
-"""Read regions of source tensors into buffers (`fill`): few runs here, many by way of `engine/gather` and numpy."""
+"""Read one region into a buffer (`fill`): choose how, and read few runs; many are read by `engine/gather`."""
 
 from __future__ import annotations
 

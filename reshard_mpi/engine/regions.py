@@ -1,4 +1,4 @@
-"""Read regions of planned tensors into arrays that a caller owns (`RegionReader`)."""
+"""Read regions of planned tensors into a caller's arrays, for `api/checkpoint` (`RegionReader`)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Copies of few or long runs are made by the kernel. Copies in which axes change places go tile by tile (`tiles`). Short
 runs that follow one another in the source are read straight to their places in a buffer (`Scatter`). All other copies
-are read into a buffer region by region (`gather`), and small tensors are moved many at a time (`batches`).
+are read into a buffer region by region (`read.fill`), and small tensors are moved many at a time (`batches`).
 """
 
 from __future__ import annotations

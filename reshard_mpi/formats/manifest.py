@@ -1,4 +1,4 @@
-"""Describe a shard file, read or to be written (`Manifest`, `ShardSpec`)."""
+"""Describe a shard file, read or to be written (`Manifest`, `ShardSpec`), and compare files' nests (`common_nest`)."""
 
 from __future__ import annotations
 

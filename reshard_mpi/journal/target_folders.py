@@ -1,4 +1,4 @@
-"""Check, open and clear target folders, and write into them without records (`require_place`, `Unrecorded`)."""
+"""Write into target folders without records (`Unrecorded`, `SharedIndex`); check, open and clear any of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Apply the rules of a map to the tensors of a checkpoint (`applied`)."""
+"""Apply the rules of one map to a checkpoint's tensors (`applied`); optimizer state by `follow_parameters`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Apply maps to a training file: numbers become names first (`applied_to_file`).
+"""Apply maps by `chain` to a training file, whose numbers become names before (`applied_to_file`).
 
 A map speaks of parameters by their names, and of the state of `w` as `optimizer.state.w.exp_avg`; a file may have
 numbers for names, and everything below a key like `model`. This is between the two, on both sides. Of several maps each

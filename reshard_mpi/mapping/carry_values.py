@@ -1,4 +1,4 @@
-"""Carry values beside tensors from nest to nest: an optimizer's with its parameters, others by key (`carried_into`).
+"""Carry values into the nest of `--like`: an optimizer's with its parameters, others by key (`carried_into`).
 
 Tensors follow equations. What lies beside them in the nest does so here, into the nest of another checkpoint.
 """

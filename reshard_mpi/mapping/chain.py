@@ -1,4 +1,4 @@
-"""Apply maps one after another, and compose them (`chained`)."""
+"""Apply maps one after another, each by `apply_rules` (`chained`), and compose them (`composed`)."""
 
 from __future__ import annotations
 

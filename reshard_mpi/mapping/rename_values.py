@@ -1,4 +1,4 @@
-"""Rename what lies beside tensors in a nest as they are renamed (`renamed`)."""
+"""Rename what lies beside tensors in a nest as they are renamed (`renamed`), where there is no `--like`."""
 
 from __future__ import annotations
 

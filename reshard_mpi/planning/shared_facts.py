@@ -1,4 +1,8 @@
-"""Check that shards (`agreement_checks`) and targets (`require_one_checkpoint`) are of one checkpoint, shapes apart."""
+"""Check that shards and targets are of one checkpoint (`require_one_checkpoint`): by counters, texts, names, shapes.
+
+`agreement_checks` lists what is compared of tensors that all opened shards hold whole. The module also tells what cannot
+be converted (`left_out_of`), and joins the strings of shards for a target (`CommonStrings`).
+"""
 
 from __future__ import annotations
 

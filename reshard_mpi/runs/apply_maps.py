@@ -1,4 +1,4 @@
-"""Apply maps to a source, one after another, and tell the outcome (`SourceMaps`, `MapsOutcome`).
+"""Plan a source as one whole, and apply maps to it, for `mapped_source` (`SourceMaps`, `MapsOutcome`).
 
 The source is planned as one full checkpoint in its own names. What a map makes is planned as a full checkpoint as well,
 each of whose tensors comes from the shards, so nothing in between is ever there. Nothing is read of the shards but

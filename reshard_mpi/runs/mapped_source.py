@@ -1,4 +1,4 @@
-"""Present a source as maps make it: one full checkpoint of one rank (`MappedCheckpoint`).
+"""Present a source as maps make it, for `Planner`: one full checkpoint of one rank (`MappedCheckpoint`).
 
 The checkpoint is planned as one full one, in its own names and by its own strategy, with all the checks that belong to
 that (`apply_maps`). Of the shards' values only those are read that a map says are equal or padding, or that lie once in

@@ -1,4 +1,4 @@
-"""Collect results: targets, failures, notes, warnings (`Outcome`, `Report`)."""
+"""Hold results (`Outcome`, `Report`), and do steps in all processes so that an error of one is all's (`together`)."""
 
 from __future__ import annotations
 

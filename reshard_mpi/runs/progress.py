@@ -1,4 +1,4 @@
-"""Report the progress of one process of a run: its work is counted, its words go to a display (`Progress`).
+"""Report the progress of one process of a run (`Progress`), and print messages (`say`, `complain`, `log`).
 
 Whoever works only adds to a number. A thread, or the parent of the process, reads it now and then (`monitor`).
 """

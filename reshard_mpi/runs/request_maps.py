@@ -1,4 +1,4 @@
-"""Read the maps of a request (`TensorMap`), and check them against the source's values and the target's cuts.
+"""Read the maps of a request (`TensorMap`), find tied tensors, and check maps against values and cuts.
 
 Halves of `[(f + f) h]` are all of the first tensor and all of the second. FSDP cuts so. Under tensor parallelism each
 rank has a part of both, which is another tensor as a whole; no byte tells which of the two a file is.

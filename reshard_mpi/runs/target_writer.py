@@ -1,4 +1,4 @@
-"""Write targets whole or not at all (`Writer`), several side by side if they read the same of an object store."""
+"""Write single targets for `write_targets`, each whole or not at all (`Writer`): one by one, or some side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write the targets of a run, also files that several processes of a host fill together (`write_targets`)."""
+"""Write a process's targets of a run (`write_targets`), also files that several processes fill (`SharedTargets`)."""
 
 from __future__ import annotations
 

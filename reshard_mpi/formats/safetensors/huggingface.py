@@ -1,4 +1,4 @@
-"""Read Hugging Face folders of whole tensors, and make their index (`open_folder`, `index_files`).
+"""Read Hugging Face folders (`open_folder`), and make their index (`index_files`); `journal/commit` writes it.
 
 A checkpoint is `model.safetensors`, or files such as `model-00001-of-00003.safetensors` and the index
 `model.safetensors.index.json` (see `index_files`). Loaders disagree on folders whose files and index do not fit each
