@@ -1,7 +1,7 @@
 """Check that shards and targets are of one checkpoint (`require_one_checkpoint`): by counters, texts, names, shapes.
 
-`agreement_checks` lists what is compared of tensors that all opened shards hold whole. The module also tells what cannot
-be converted (`left_out_of`), and joins the strings of shards for a target (`CommonStrings`).
+`agreement_checks` lists what is compared of tensors that all opened shards hold whole. The module also tells what of
+shards cannot be converted (`left_out_of`), and joins their strings for a target (`CommonStrings`).
 """
 
 from __future__ import annotations
