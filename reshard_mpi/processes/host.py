@@ -1,4 +1,4 @@
-"""Tell where this process runs (`host_name`, `task_number`), and what the kernel says of others (`pid_state`).
+"""Tell where this process runs (`host_name`, `task_number`), and states of others (`pid_state`, `holders_of_lock`).
 
 Processes of one host share its memory, and may fill a file together. The kernel says of them who holds a lock
 (`holders_of_lock`), and who does nothing (`pid_state`). Which variables say the number of a task: sbatch(1);
