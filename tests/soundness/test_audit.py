@@ -293,6 +293,27 @@ def test_state_by_numbers_is_its_parameters(tmp_path: Path) -> None:
     assert audited(tmp_path / "values.pt") == {("step", "optimizer.state.1.step")}
 
 
+@pytest.mark.parametrize("key", few(1, ["model", "net"]))
+def test_a_parameter_whose_name_is_the_whole_name_of_another(tmp_path: Path, key: str) -> None:
+    random = np.random.default_rng(0)
+
+    def drawn(*shape: int, value: float | None = None) -> torch_peer.Tensor:
+        array = random.standard_normal(shape) if value is None else np.full(shape, value)
+        return torch_peer.tensor(sample("", array.astype(np.float32)), str(random.integers(1 << 30)))
+
+    shapes = {"fc.w": (2, 3), f"{key}.fc.w": (4, 3), "z.w": (5, 3)}
+    state = {name: {"step": drawn(value=7), "exp_avg": drawn(*shape)} for name, shape in shapes.items()}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [*shapes]}]}
+    saved = {key: {name: drawn(*shape) for name, shape in shapes.items()}, "optimizer": optimizer}
+    torch_peer.save(tmp_path / "sound.pt", saved)
+    assert audited(tmp_path / "sound.pt") == set()
+    state["fc.w"]["step"] = drawn(value=3)
+    del state[f"{key}.fc.w"]["exp_avg"]
+    torch_peer.save(tmp_path / "spoiled.pt", saved)
+    found = audited(tmp_path / "spoiled.pt")
+    assert found == {("step", "optimizer.state.fc.w.step"), ("moments", f"{key}.{key}.fc.w")}
+
+
 def test_what_lies_beside_tensors_is_looked_at(tmp_path: Path) -> None:
     """A text that cannot be read any more says how tensors are nested; to leave some out, it has to be read."""
     torch_peer.save(tmp_path / "x.pt", two_optimizers(are_apart=True))
