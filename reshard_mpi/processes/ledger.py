@@ -188,7 +188,7 @@ class Ledger:
         try:
             yield file
         finally:
-            os.close(file.fd)
+            file.close(has_locks=False)
 
 
 class Ticket:
@@ -297,11 +297,14 @@ class _LedgerFile:
         self.fd = open_ledger_file(path, flags)
         self._path = path
         self._own = 0  # offset of the record that this process has locked; 0 if it has none
+        _OPEN_FILES.add(self)
 
-    def close(self) -> None:
-        """Unlock everything, even if a fork of this process has the file open, and close it."""
-        with suppress(OSError):  # a file system without such locks
-            self._unlock(0, 0)
+    def close(self, *, has_locks: bool = True) -> None:
+        """Unlock everything and close the file."""
+        if has_locks:
+            with suppress(OSError):  # a file system without such locks
+                self._unlock(0, 0)
+        _OPEN_FILES.discard(self)
         os.close(self.fd)
 
     @contextmanager
@@ -406,6 +409,25 @@ class _LedgerFile:
         lock = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0))
         kind, *_ = _FLOCK.unpack(lock)
         return bool(kind != fcntl.F_UNLCK)
+
+
+_OPEN_FILES: set[_LedgerFile] = set()
+
+
+def _leave_locks_to_parent() -> None:
+    """Let go of the files that the parent of this process has open, since locks hold as long as any fork has these.
+
+    The parent may be killed while it has the head locked. Its descriptors stay in use, for nothing.
+    """
+    if _OPEN_FILES:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for file in _OPEN_FILES:
+            os.dup2(nothing, file.fd, inheritable=False)
+        os.close(nothing)
+        _OPEN_FILES.clear()
+
+
+os.register_at_fork(after_in_child=_leave_locks_to_parent)
 
 
 def _places(data: bytes, kinds: tuple[bytes, ...]) -> list[tuple[int, int]]:

@@ -179,6 +179,28 @@ def test_a_fork_of_who_changes_the_line_does_not_block_it(tmp_path: Path) -> Non
         os.close(reading), os.close(writing), file.close()
 
 
+def test_a_process_that_is_killed_leaves_no_lock_to_its_forks(tmp_path: Path) -> None:
+    """Such as workers: one of them would wait for a lock that nobody else has, and all others of the host for it."""
+    line = Ledger(tmp_path / "line.ledger")
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        file = _LedgerFile(line.path)
+        file.take_record()
+        with file.changing(None):
+            if os.fork() == 0:
+                os.close(writing)
+                os.read(reading, 1)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    file = _LedgerFile(line.path)
+    try:
+        assert file._lock(0, 0)
+    finally:
+        os.close(reading), os.close(writing), file.close()
+
+
 def test_one_comes_as_the_last_one_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has opened the file that is then removed, and does not take a record in that."""
     governor = Governor(LedgerFolder(tmp_path, ""), [Changing(10)])
