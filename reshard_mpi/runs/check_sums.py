@@ -190,9 +190,25 @@ def are_recorded(files: ShardFiles, rank: int) -> bool:
 
 
 def damage_of_indexes(files: ShardFiles) -> Iterator[DamageError]:
-    """Yield the damage of the indexes of a checkpoint, one in each of its folders, as far as commits have digests."""
+    """Yield the damage of the indexes of a checkpoint, one in each of its folders.
+
+    It is told by the digests of commits, and by the checksums of files that belong to an index.
+    """
     for part in files.folder_by_folder():
         yield from damage_of_index(folder_of_records(part.path, part.format))
+    yield from damage_before_indexes(files)
+
+
+def damage_before_indexes(files: ShardFiles) -> Iterator[DamageError]:
+    """Yield the damage of files that belong to an index and keep checksums, such as Megatron's `common.pt`."""
+    for part in files.folder_by_folder():
+        named = (Path(part.path, name) for name in formats.info(part.format).before_index)
+        for path in filter(exists, named):
+            try:
+                formats.by_name(part.format).check_crc(str(path))
+            except ShardError as error:
+                expected, got, where = error.expected, error.got, error.where
+                yield DamageError(error.problem, expected=expected, got=got, where=where, remedy=error.remedy)
 
 
 def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool) -> Iterator[DamageError]:

@@ -34,6 +34,7 @@ from reshard_mpi.runs.check_commit import (
     is_to_be_held,
     missing_from,
 )
+from reshard_mpi.runs.check_sums import damage_before_indexes
 from reshard_mpi.runs.diff import compare_copies
 from reshard_mpi.runs.maps_and_packing import apply_map
 from reshard_mpi.runs.outcome import Checked, Outcome, agreed, together
@@ -359,6 +360,7 @@ def _of_sums(summed: Outcome, files: ShardFiles, opened: AuditedCheckpoint) -> I
         is_damage = isinstance(failure.error, (DamageError, ChecksumError)) or not opened.source.files.is_folder
         if is_damage or is_recorded(failure.rank):
             yield broken(failure.error, "", failure.rank)
+    yield from map(broken, damage_before_indexes(opened.source.files))
 
 
 def _of_commit(

@@ -457,7 +457,7 @@ def test_a_file_that_is_nothing_by_itself_is_no_damage(tmp_path: Path) -> None:
         assert not [each for each in reshard_mpi.audit(tmp_path / folder).findings if each.kind is FindingKind.SUM]
 
 
-@pytest.mark.parametrize("form", ["torch_dist", "buckets of torch_dist", "legacy"])
+@pytest.mark.parametrize("form", ["torch_dist", "buckets of torch_dist", "a file of torch_dist", "legacy"])
 def test_files_are_held_against_the_checksums_that_megatron_keeps(tmp_path: Path, form: str) -> None:
     """A bit is flipped here and there: nothing else is ever made of it, and no verdict says that it is sound."""
     save = tmp_path / "save"
@@ -465,7 +465,7 @@ def test_files_are_held_against_the_checksums_that_megatron_keeps(tmp_path: Path
         megatron_legacy_peer.write(save, *FORMS["buckets"])
     else:
         state = "dp_reshardable" if "buckets" in form else "fully_reshardable"
-        megatron_peer.write(save, megatron_peer.gpt(), megatron_peer.Form(state, 2))
+        megatron_peer.write(save, megatron_peer.gpt(), megatron_peer.Form(state, 2, has_file="a file" in form))
     reshard_mpi.transform(save, tmp_path / "sound", to="safetensors", verify=True)
     (sound,) = (tmp_path / "sound").rglob("*.safetensors")
     refused = 0
