@@ -225,8 +225,9 @@ def _optimizer_of(name: str) -> str | None:
 def _owners(states: Collection[str], parameters: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Return, for tensors of state, the parameter and the text around its name with a star for it.
 
-    The model may be below a key: `model.w` beside `optimizer.state.w.exp_avg`. If all names are parameters there, they
-    are these, though one may be the whole name of another. Where else a name fits several, none is it.
+    The model may be below a key: `model.w` beside `optimizer.state.w.exp_avg`. If all parameters are below one key, and
+    all names are parameters there, they are these, though one may be the whole name of another. Where else a name fits
+    several, none is it.
     """
     known = frozenset(parameters)
     ends = known | {end for name in parameters for end in ends_of(name) if not end.isdecimal()}
@@ -236,11 +237,12 @@ def _owners(states: Collection[str], parameters: Sequence[str]) -> dict[str, tup
             by_end[end] = None if end in by_end else name
     parted = {name: parts for name in states if (parts := parted_anywhere(name, ends)) is not None}
     bases = {base for base, _ in parted.values()}
-    keys = dict.fromkeys(name.partition(".")[0] for name in parameters)
-    key = next((key for key in keys if all(f"{key}.{base}" in known for base in bases)), None)
+    keys = {name.partition(".")[0] for name in parameters}
+    key = next(iter(keys)) if len(keys) == 1 else None
+    are_below = key is not None and all(f"{key}.{base}" in known for base in bases)
     found = {}
     for name, (base, affixes) in parted.items():
-        owner = f"{key}.{base}" if key is not None else base if base in known else by_end.get(base)
+        owner = f"{key}.{base}" if are_below else base if base in known else by_end.get(base)
         if owner is not None:
             found[name] = owner, affixes.around("*")
     return found

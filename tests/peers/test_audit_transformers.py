@@ -77,11 +77,10 @@ def saved(architecture: str, folder: Path, *, layers: int = 2, in_files: str = "
 
 @pytest.mark.parametrize("architecture", MODELS)
 def test_what_transformers_saves_is_sound(architecture: str, tmp_path: Path) -> None:
-    folder = saved(architecture, tmp_path / "one")
-    finished = done("audit", folder, "--jobs", "1")
+    """Every second architecture in one file of two layers, the others in many files of three."""
+    form: dict[str, Any] = {} if [*MODELS].index(architecture) % 2 else {"layers": 3, "in_files": "20KB"}
+    finished = done("audit", saved(architecture, tmp_path / "model", **form), "--jobs", "1")
     assert f"{architecture} of transformers {transformers.__version__}" in finished.out and "error" not in finished.out
-    other = saved(architecture, tmp_path / "other", layers=3, in_files="20KB")
-    assert "error" not in done("audit", other, "--jobs", "1").out
 
 
 @pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "LlamaForCausalLM"])

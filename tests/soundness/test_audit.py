@@ -314,6 +314,22 @@ def test_a_parameter_whose_name_is_the_whole_name_of_another(tmp_path: Path, key
     assert found == {("step", "optimizer.state.fc.w.step"), ("moments", f"{key}.{key}.fc.w")}
 
 
+def test_state_of_two_models_with_the_same_names_is_not_held_against_one_of_them(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+
+    def drawn(*shape: int) -> torch_peer.Tensor:
+        array = random.standard_normal(shape).astype(np.float32)
+        return torch_peer.tensor(sample("", array), str(random.integers(1 << 30)))
+
+    models = {"gen": {"a": (2, 3), "b": (4, 3), "c": (5, 3)}, "disc": {"a": (3, 2), "b": (3, 3)}}
+    saved: dict[str, Any] = {key: {name: drawn(*shape) for name, shape in own.items()} for key, own in models.items()}
+    for key, own in models.items():
+        state = {name: {"step": 7, "exp_avg": drawn(*shape)} for name, shape in own.items()}
+        saved[f"opt_{key}"] = {"state": state, "param_groups": [{"lr": 0.1, "params": [*own]}]}
+    torch_peer.save(tmp_path / "sound.pt", saved)
+    assert audited(tmp_path / "sound.pt") == set()
+
+
 def test_what_lies_beside_tensors_is_looked_at(tmp_path: Path) -> None:
     """A text that cannot be read any more says how tensors are nested; to leave some out, it has to be read."""
     torch_peer.save(tmp_path / "x.pt", two_optimizers(are_apart=True))
