@@ -51,7 +51,7 @@ def go_on(strategy_file: str, converted_for: Path, checkpoints: str, *, cut: boo
     model, network = _model(cards, cut=cut)
     if cards > 1:
         _compile(model)  # so that parameters are the slices of this rank
-        if Path(strategy_file).read_bytes() != converted_for.read_bytes():
+        if rank == 0 and Path(strategy_file).read_bytes() != converted_for.read_bytes():
             raise SystemExit(f"the network is compiled for another strategy than that of {converted_for}")
     saved = ms.load_checkpoint(str(_shard(checkpoints, rank)))
     _load(network, saved)
@@ -103,7 +103,8 @@ def _start(strategy_file: str) -> tuple[int, int]:
         device_num=cards,
         global_rank=rank,
         full_batch=True,
-        strategy_ckpt_config={"save_file": strategy_file},
+        # Of one rank alone: others would write the same file while this one reads it.
+        strategy_ckpt_config={"save_file": strategy_file if rank == 0 else ""},
     )
     _make_groups(rank, cards)
     return rank, cards

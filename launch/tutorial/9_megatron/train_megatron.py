@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import json
 import os
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -199,9 +198,6 @@ def main() -> None:
             torch.save(training.logits(), options.logits)
     dist.barrier()
     dist.destroy_process_group()
-    # A thread of gloo may still hold a tensor when Python takes itself apart, and now and then the process aborts.
-    sys.stdout.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":
