@@ -74,7 +74,8 @@ def open_source(
         _require_agreement(strategy, described, manifest)
     elif run is not None:
         _require_as_many_ranks(files, strategy)
-        if len(run.modified) < len(files.shards):  # others have written all of them since, else
+        # Where all of them have been written since, the record tells nothing of them.
+        if len(run.modified) < len(files.shards):
             _require_recorded_cut(files, strategy, run, manifest)
     if strategy is None:
         if damage:

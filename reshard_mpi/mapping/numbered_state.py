@@ -108,6 +108,7 @@ def training_in(nest: str | None, inventory: Inventory, alias: Mapping[str, str]
 def _training_in(
     nest: str, inventory: Inventory, alias: Mapping[str, str], where: str, *, are_values_state: bool
 ) -> Training:
+    """Find the training as `training_in` does. are_values_state: whether values without any tensor are state, too."""
     shapes = {name: kind.shape for name, kind in inventory.items()}
     no_parameters = {*alias, *(name for name, kind in inventory.items() if kind.dtype in _UNTRAINED)}
     root, place = _parsed(nest, shapes, where)

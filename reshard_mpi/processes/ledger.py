@@ -189,7 +189,7 @@ class Ledger:
         try:
             yield file
         finally:
-            file.close(has_locks=False)
+            file.close()
 
 
 class Ticket:
@@ -300,11 +300,10 @@ class _LedgerFile:
         self._own = 0  # offset of the record that this process has locked; 0 if it has none
         _OPEN_FILES.add(self)
 
-    def close(self, *, has_locks: bool = True) -> None:
+    def close(self) -> None:
         """Unlock everything and close the file."""
-        if has_locks:
-            with suppress(OSError):  # a file system without such locks
-                self._unlock(0, 0)
+        with suppress(OSError):  # a file system without such locks
+            self._unlock(0, 0)
         _OPEN_FILES.discard(self)
         os.close(self.fd)
 

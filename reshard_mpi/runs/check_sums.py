@@ -207,8 +207,12 @@ def damage_before_indexes(files: ShardFiles) -> Iterator[DamageError]:
             try:
                 formats.by_name(part.format).check_crc(str(path))
             except ShardError as error:
-                expected, got, where = error.expected, error.got, error.where
-                yield DamageError(error.problem, expected=expected, got=got, where=where, remedy=error.remedy)
+                yield _as_damage(error)
+
+
+def _as_damage(error: ReshardError) -> DamageError:
+    expected, got, where = error.expected, error.got, error.where
+    return DamageError(error.problem, expected=expected, got=got, where=where, remedy=error.remedy)
 
 
 def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool) -> Iterator[DamageError]:
@@ -242,7 +246,7 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
     try:
         run = require_one_run(files.by_target_rank, files.path)
     except DisagreementError as error:
-        yield DamageError(error.problem, expected=error.expected, got=error.got, where=error.where, remedy=error.remedy)
+        yield _as_damage(error)
         return
     # Not if it is a file or the folder of a rank by itself.
     whole = resolved(folder)

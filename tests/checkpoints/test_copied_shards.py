@@ -278,15 +278,21 @@ def test_a_shard_that_is_replaced_when_records_have_been_looked_at(
     assert not list((tmp_path / "again").glob("rank_*/*"))
 
 
+def to_cut(folder: Path, rule: str = "*") -> np.ndarray:
+    """Write a source, and strategies that cut by a rule along dimension 0 or 1; return the values of `a.w`."""
+    values = np.arange(64, dtype=np.float32).reshape(8, 8)
+    write_ranks({0: {"a.w": values, "b.w": -values}}, folder / "src", "safetensors")
+    for dim in (0, 1):
+        text = f'mesh = {{ t = 2 }}\n[[parameter]]\nmatch = "{rule}"\nsplit = {{ {dim} = ["t"] }}\n'
+        (folder / f"{dim}.toml").write_text(text)
+    return values
+
+
 @pytest.mark.parametrize("kind", few(1, ["safetensors", "torch", "ckpt"]))
 @pytest.mark.parametrize("rule", few(1, ["*.w", "*"]))
 def test_a_strategy_that_the_records_contradict_is_refused(tmp_path: Path, kind: str, rule: str) -> None:
     """Both fit the shards, and no sample can tell."""
-    values = np.arange(64, dtype=np.float32).reshape(8, 8)
-    write_ranks({0: {"a.w": values, "b.w": -values}}, tmp_path / "src", "safetensors")
-    for dim in (0, 1):
-        text = f'mesh = {{ t = 2 }}\n[[parameter]]\nmatch = "{rule}"\nsplit = {{ {dim} = ["t"] }}\n'
-        (tmp_path / f"{dim}.toml").write_text(text)
+    values = to_cut(tmp_path, rule)
     reshard_mpi.transform(tmp_path / "src", tmp_path / "cut", dst_strategy=tmp_path / "0.toml", to=kind)
     with pytest.raises(
         StrategyError, match=r"cuts a tensor otherwise(?s:.*)dimension 0 in 2 parts(?s:.*)got: dimension 1"
@@ -299,11 +305,7 @@ def test_a_strategy_that_the_records_contradict_is_refused(tmp_path: Path, kind:
 
 @pytest.mark.parametrize("what", ["not committed", "links to folders", "links to files", "by rank", "one touched"])
 def test_a_strategy_is_held_against_the_records_wherever_they_are(tmp_path: Path, what: str) -> None:
-    values = np.arange(64, dtype=np.float32).reshape(8, 8)
-    write_ranks({0: {"a.w": values, "b.w": -values}}, tmp_path / "src", "safetensors")
-    for dim in (0, 1):
-        text = f'mesh = {{ t = 2 }}\n[[parameter]]\nmatch = "*"\nsplit = {{ {dim} = ["t"] }}\n'
-        (tmp_path / f"{dim}.toml").write_text(text)
+    to_cut(tmp_path)
     cut, given = tmp_path / "cut", tmp_path / "given"
     reshard_mpi.transform(tmp_path / "src", cut, dst_strategy=tmp_path / "0.toml")
     files = {int(path.parent.name.removeprefix("rank_")): path for path in sorted(cut.glob("rank_*/*"))}

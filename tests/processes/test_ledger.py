@@ -183,22 +183,27 @@ def test_a_process_that_is_killed_leaves_no_lock_to_its_forks(tmp_path: Path) ->
     """Such as workers: one of them would wait for a lock that nobody else has, and all others of the host for it."""
     line = Ledger(tmp_path / "line.ledger")
     reading, writing = os.pipe()
+    fork_is_there, telling = os.pipe()
     pid = os.fork()
     if pid == 0:
         file = _LedgerFile(line.path)
         file.take_record()
         with file.changing(None):
             if os.fork() == 0:
+                os.write(telling, b".")
                 os.close(writing)
                 os.read(reading, 1)
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
+    os.read(fork_is_there, 1)
     file = _LedgerFile(line.path)
     try:
         assert file._lock(0, 0)
     finally:
-        os.close(reading), os.close(writing), file.close()
+        file.close()
+        for end in (reading, writing, fork_is_there, telling):
+            os.close(end)
 
 
 def test_one_comes_as_the_last_one_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

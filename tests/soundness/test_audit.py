@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -266,13 +267,14 @@ def test_what_does_not_fit_its_sum_is_found_out(tmp_path: Path) -> None:
     assert finished.code == WRONG and "error: sum" in finished.out and "'w' is damaged" in finished.out
 
 
+def tensor_of(random: np.random.Generator, *shape: int, value: float | None = None) -> torch_peer.Tensor:
+    """Return a tensor of float32 as torch has it, of drawn values or of one."""
+    array = random.standard_normal(shape) if value is None else np.full(shape, value)
+    return torch_peer.tensor(sample("", array.astype(np.float32)), str(random.integers(1 << 30)))
+
+
 def test_state_by_numbers_is_its_parameters(tmp_path: Path) -> None:
-    random = np.random.default_rng(0)
-
-    def drawn(*shape: int, value: float | None = None) -> torch_peer.Tensor:
-        array = random.standard_normal(shape) if value is None else np.full(shape, value)
-        return torch_peer.tensor(sample("", array.astype(np.float32)), str(random.integers(1 << 30)))
-
+    drawn = partial(tensor_of, np.random.default_rng(0))
     model = {f"layers.{layer}.w": drawn(4, 3 + layer) for layer in range(3)}
     state: dict[int, dict[str, Any]] = {
         number: {"step": drawn(value=5), "exp_avg": drawn(4, 3 + number), "exp_avg_sq": drawn(4, 3 + number)}
@@ -295,12 +297,7 @@ def test_state_by_numbers_is_its_parameters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", few(1, ["model", "net"]))
 def test_a_parameter_whose_name_is_the_whole_name_of_another(tmp_path: Path, key: str) -> None:
-    random = np.random.default_rng(0)
-
-    def drawn(*shape: int, value: float | None = None) -> torch_peer.Tensor:
-        array = random.standard_normal(shape) if value is None else np.full(shape, value)
-        return torch_peer.tensor(sample("", array.astype(np.float32)), str(random.integers(1 << 30)))
-
+    drawn = partial(tensor_of, np.random.default_rng(0))
     shapes = {"fc.w": (2, 3), f"{key}.fc.w": (4, 3), "z.w": (5, 3)}
     state = {name: {"step": drawn(value=7), "exp_avg": drawn(*shape)} for name, shape in shapes.items()}
     optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [*shapes]}]}
@@ -315,12 +312,7 @@ def test_a_parameter_whose_name_is_the_whole_name_of_another(tmp_path: Path, key
 
 
 def test_state_of_two_models_with_the_same_names_is_not_held_against_one_of_them(tmp_path: Path) -> None:
-    random = np.random.default_rng(0)
-
-    def drawn(*shape: int) -> torch_peer.Tensor:
-        array = random.standard_normal(shape).astype(np.float32)
-        return torch_peer.tensor(sample("", array), str(random.integers(1 << 30)))
-
+    drawn = partial(tensor_of, np.random.default_rng(0))
     models = {"gen": {"a": (2, 3), "b": (4, 3), "c": (5, 3)}, "disc": {"a": (3, 2), "b": (3, 3)}}
     saved: dict[str, Any] = {key: {name: drawn(*shape) for name, shape in own.items()} for key, own in models.items()}
     for key, own in models.items():
@@ -344,13 +336,7 @@ def test_what_lies_beside_tensors_is_looked_at(tmp_path: Path) -> None:
 
 def two_optimizers(*, are_apart: bool, layers: int = 3) -> dict[str, Any]:
     """Return a training whose matrices Muon trains, and Adam the vectors and the head, which has done more steps."""
-    random = np.random.default_rng(1)
-
-    def drawn(*shape: int) -> torch_peer.Tensor:
-        return torch_peer.tensor(
-            sample("", random.standard_normal(shape).astype(np.float32)), str(random.integers(1 << 30))
-        )
-
+    drawn = partial(tensor_of, np.random.default_rng(1))
     shapes = {f"layers.{layer}.{part}.w": (4, 3) for layer in range(layers) for part in ("q", "k")}
     shapes |= {f"layers.{layer}.norm.w": (4,) for layer in range(layers)} | {"head.w": (5, 4)}
     muon = {
