@@ -31,7 +31,6 @@ from reshard_mpi.planning.source_flaws import modified_warning
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.quantization.weights import SCHEME_TEXT
 from reshard_mpi.sharding import strategy_table
-from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy import Strategy, unsharded
 from reshard_mpi.text import shortened
 
@@ -61,7 +60,7 @@ def open_source(
         return _open_folder(files, strategy, known_damage)
     if strategy is not None and strategy.world_size > 1:
         files = in_its_rank(files)
-    said = strategy is not None
+    said, recorded = strategy is not None, None
     first, manifest, described, damage = _first_sound(files, known_damage)
     if strategy is None:
         strategy = described
@@ -76,7 +75,7 @@ def open_source(
         _require_as_many_ranks(files, strategy)
         # Where all of them have been written since, the record tells nothing of them.
         if len(run.modified) < len(files.shards):
-            _require_recorded_cut(files, strategy, run, manifest)
+            recorded = _recorded_otherwise(run, strategy)
     if strategy is None:
         if damage:
             raise damage[min(damage)]
@@ -89,7 +88,7 @@ def open_source(
             warning = f"{manifest.path} was saved without what other ranks hold: tensors of theirs may be missing"
             files = files._replace(warnings=(*files.warnings, warning))
     _require_known_ranks(files, strategy)
-    return with_quantization(SourceCheckpoint(files._replace(read=None), strategy, {first: manifest}, damage))
+    return with_quantization(SourceCheckpoint(files._replace(read=None), strategy, {first: manifest}, damage, recorded))
 
 
 def _open_folder(
@@ -241,34 +240,13 @@ def _require_as_many_ranks(files: ShardFiles, strategy: Strategy) -> None:
         )
 
 
-def _require_recorded_cut(files: ShardFiles, strategy: Strategy, run: RunOfFiles, manifest: Manifest) -> None:
-    """Raise StrategyError if a strategy cuts a tensor otherwise than the run has recorded that has made the files.
-
-    Args:
-        manifest: of one of them.
-    """
+def _recorded_otherwise(run: RunOfFiles, strategy: Strategy) -> Strategy | None:
+    """Return the strategy by which a run has cut the shards that it made; None if it is the given one, or lost."""
     from reshard_mpi.journal.run_records import strategy_of_run
 
     tables = (strategy_of_run(folder, run.digest) for folder in run.folders)
     table = next((each for each in tables if each is not None), None)
-    if table is None or SCHEME_TEXT in manifest.strings:  # companions of quantized weights go like these
-        return
-    recorded = strategy_table.loads(*table)
-    agree: dict[tuple[tuple[Placement, ...], tuple[Placement, ...]], bool] = {}
-    for name in dict.fromkeys((*recorded.parameters, *manifest.tensors)):
-        if any(each.is_only_caught(name) and each.followed(name) for each in (strategy, recorded)):
-            continue  # the shape decides whether it goes like the one that it follows
-        pair = strategy.find(name), recorded.find(name)
-        if pair not in agree:
-            agree[pair] = not any(map(Placement.cuts_otherwise, *pair))
-        if not agree[pair]:
-            raise StrategyError(
-                "the source strategy cuts a tensor otherwise than the run that has made these shards",
-                expected=f"{name!r}: {', '.join(each.cuts_text for each in pair[1])}, as {recorded.origin} says",
-                got=f"{', '.join(each.cuts_text for each in pair[0])}: ranks would hold other parts",
-                where=f"{files.path} and {strategy.origin or 'the source strategy'}",
-                remedy="leave the strategy out, or give the run's --dst-strategy",
-            )
+    return None if table is None or table[0] == strategy_table.dumps(strategy) else strategy_table.loads(*table)
 
 
 def _require_whole_run(files: ShardFiles) -> None:

@@ -193,32 +193,11 @@ class Placement:
                 position = position * self.mesh[axis] + coordinates[axis]
         return Piece(tuple(indices), position % self.optimizer)
 
-    def cuts_otherwise(self, other: Placement) -> bool:
-        """Tell whether some rank surely holds another part than by a placement on as many ranks.
-
-        Parts whose lengths the shape decides, and factors of dimensions, are not compared.
-        """
-        if self.stages != other.stages or self.whole_scalars != other.whole_scalars:
-            return False
-        if any(each.is_uneven or each.expanded_shape is not None for each in (self, other)):
-            return False
-        return self.stage_size != other.stage_size or any(
-            self._even_part(rank) != other._even_part(rank) for rank in range(self.stage_size)
-        )
-
     @property
     def cuts_text(self) -> str:
         """How dimensions are cut, in words: `dimension 1 in 4 parts`."""
         cuts = [(dim, self.cuts(dim)) for dim in range(max(1, len(self.split)))]
         return ", ".join(f"dimension {dim} in {parts} parts" for dim, parts in cuts if parts > 1) or "not cut"
-
-    def _even_part(self, rank: int) -> dict[int, tuple[int, int]]:
-        """Return, for each dimension that is cut, which part a rank holds and how many there are."""
-        piece = self.piece(rank)
-        parts = {dim: (index, self.cuts(dim)) for dim, index in enumerate(piece.slices) if self.cuts(dim) > 1}
-        if self.optimizer > 1:
-            parts[0] = (parts[0][0] * self.optimizer + piece.part if 0 in parts else piece.part), self.cuts(0)
-        return parts
 
     def holder(self, piece: Piece, home: int) -> int:
         """Return the global rank that holds `piece` and lies nearest to rank `home` in the mesh.

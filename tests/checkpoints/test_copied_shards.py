@@ -303,6 +303,43 @@ def test_a_strategy_that_the_records_contradict_is_refused(tmp_path: Path, kind:
         assert np.array_equal(reshard_mpi.load_rank(0, tmp_path / name)["a.w"], values)
 
 
+def rules(mesh: str, *lines: str) -> str:
+    """Return a spec with a rule of each line, which says its names and what is said of them."""
+    parts = (line.split(" ", 1) for line in lines)
+    return mesh + "".join(f'\n[[parameter]]\nmatch = "{name}"\n{said}\n' for name, said in parts)
+
+
+TWO, FOUR, STAGES = "mesh = { t = 2 }", "mesh = { d = 2, t = 2 }", "mesh = { t = 2 }\nstages = 2"
+COLUMNS, ROWS = 'split = { 1 = ["t"] }', 'split = { 0 = ["t"] }'
+IN_STAGES = rules(STAGES, f"a.w {COLUMNS}\nstage = 0", f"b.w {COLUMNS}\nstage = 1")
+# By what a run has cut, and what is given; both fit the shards.
+OTHERWISE = {
+    "sizes of the given": (rules(TWO, f"* {COLUMNS}"), rules(TWO, f'* {ROWS}\nsizes = "ceil"')),
+    "sizes of the recorded": (rules(TWO, f'* {COLUMNS}\nsizes = "ceil"'), rules(TWO, f"* {ROWS}")),
+    "listed sizes": (rules(TWO, f"* {COLUMNS}"), rules(TWO, f"*.w {ROWS}\nsizes = {{ 0 = [8, 8] }}")),
+    "all for one": (rules(TWO, f"a.w {COLUMNS}", f"b.w {COLUMNS}"), rules(TWO, f"* {ROWS}")),
+    "one for all": (rules(TWO, f"* {COLUMNS}"), rules(TWO, f"a.w {ROWS}", f"b.w {ROWS}")),
+    "order of axes": (rules(FOUR, '*.* split = { 0 = ["d", "t"] }'), rules(FOUR, '* split = { 0 = ["t", "d"] }')),
+    "stages for all": (IN_STAGES, rules(STAGES, f"* {ROWS}")),
+    "stages as an axis": (IN_STAGES, rules("mesh = { p = 2, t = 2 }", f"* {ROWS}")),
+    "not cut": (rules(TWO, f"a.w {ROWS}", "* optimizer = []"), rules(TWO, f"a.w {COLUMNS}")),
+    "an optimizer's": (rules(TWO, '*.w optimizer = ["t"]'), rules(TWO, f"* {COLUMNS}")),
+}
+
+
+@pytest.mark.parametrize("what", OTHERWISE)
+def test_any_strategy_that_cuts_otherwise_than_the_record_is_refused(tmp_path: Path, what: str) -> None:
+    values = to_cut(tmp_path)
+    for name, text in zip(("recorded", "given"), OTHERWISE[what]):
+        (tmp_path / f"{name}.toml").write_text(text)
+    reshard_mpi.transform(tmp_path / "src", tmp_path / "cut", dst_strategy=tmp_path / "recorded.toml", verify=True)
+    with pytest.raises(StrategyError, match="cuts a tensor otherwise"):
+        reshard_mpi.transform(tmp_path / "cut", tmp_path / "out", tmp_path / "given.toml", jobs=1)
+    with pytest.raises(StrategyError, match="cuts a tensor otherwise"):
+        reshard_mpi.open(tmp_path / "cut", src_strategy=tmp_path / "given.toml")
+    assert np.array_equal(reshard_mpi.load_rank(0, tmp_path / "cut", tmp_path / "recorded.toml")["a.w"], values)
+
+
 @pytest.mark.parametrize("what", ["not committed", "links to folders", "links to files", "by rank", "one touched"])
 def test_a_strategy_is_held_against_the_records_wherever_they_are(tmp_path: Path, what: str) -> None:
     to_cut(tmp_path)

@@ -396,38 +396,3 @@ def test_meshes_of_one_strategy_have_as_many_ranks() -> None:
     )
     assert refused.value.where == "a file"
     assert refused.value.remedy
-
-
-EVEN = [
-    Placement(mesh, split, optimizer)
-    for mesh in ((4,), (2, 2), (1, 4), (4, 1))
-    for split in ((), ((0,),), ((), (0,)), ((len(mesh) - 1,),), ((), (len(mesh) - 1,)), ((0,), (len(mesh) - 1,)))
-    for optimizer in (1, 2)
-    if all(len(set(split[0]) & set(axes)) == 0 for axes in split[1:])
-    and (optimizer == 1 or len({axis for axes in split for axis in axes}) < len([n for n in mesh if n > 1]))
-]
-
-
-def parts_by_rank(placement: Placement) -> list[list[int]]:
-    """Return the numbers of the elements of an 8 x 8 tensor that each rank holds, by numpy's splits alone."""
-    numbers, parts = np.arange(64).reshape(8, 8), []
-    for rank in range(4):
-        part, at = numbers, np.unravel_index(rank, placement.mesh)
-        for dim, axes in enumerate(placement.split):
-            for axis in axes:
-                part = np.split(part, placement.mesh[axis], dim)[at[axis]]
-        if placement.optimizer > 1:
-            used = {axis for axes in placement.split for axis in axes}
-            position = 0
-            for axis in sorted({*range(len(placement.mesh))} - used):
-                position = position * placement.mesh[axis] + int(at[axis])
-            part = np.split(part, placement.optimizer, 0)[position % placement.optimizer]
-        parts.append(part.reshape(-1).tolist())
-    return parts
-
-
-@pytest.mark.parametrize("one", EVEN, ids=repr)
-def test_placements_that_give_a_rank_another_part_are_told_apart(one: Placement) -> None:
-    assert [other for other in EVEN if one.cuts_otherwise(other)] == [
-        other for other in EVEN if parts_by_rank(one) != parts_by_rank(other)
-    ]
