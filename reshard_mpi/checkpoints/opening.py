@@ -107,7 +107,9 @@ def _open_folder(
             where=files.path,
             remedy="leave that strategy out",
         )
-    return with_quantization(SourceCheckpoint(files, unsharded(files.path), {0: locate(files, 0)}))
+    manifest = locate(files, 0)
+    files = files._replace(warnings=(*files.warnings, *manifest.warnings))
+    return with_quantization(SourceCheckpoint(files, unsharded(files.path), {0: manifest}))
 
 
 def _require_alone(files: ShardFiles, first: int) -> None:

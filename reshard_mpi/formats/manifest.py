@@ -146,6 +146,7 @@ class Manifest(NamedTuple):
     )
     left_out: tuple[str, ...] = ()  # in words, contents that cannot be converted
     notes: tuple[str, ...] = ()  # in words, what else is not carried over, since it is about these files alone
+    warnings: tuple[str, ...] = ()  # in words, what makes one doubt that a folder's files are of one save
     lacks_others: bool = False  # it says that it was saved without what other ranks hold as well
     part_of: str = ""  # in words, the checkpoint that it says it is only a part of; empty: it says nothing
     to_have_all: str = ""  # what the user can do then, besides giving the folder

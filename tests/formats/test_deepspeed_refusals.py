@@ -361,6 +361,26 @@ def test_weights_alone(tmp_path: Path) -> None:
     assert {*deepspeed_peer.load(tmp_path / "out" / "rank_0" / "checkpoint_0.pt")} == {"model"}
 
 
+def test_a_folder_named_after_another_step_is_warned_of(tmp_path: Path) -> None:
+    """Of stage 3 the weights come of the optimizer's files, so that these may be of another save than the others."""
+
+    def later(name: str, content: Content) -> None:
+        if "model_states" in name:
+            content["global_steps"] = 4
+
+    tag = deepspeed_peer.write(tmp_path / "save", training(), Form(3, 2))
+    assert tag.name == "global_step3" and "of another save" not in done("transform", tag, tmp_path / "out").err
+    mixed = deepspeed_peer.write(tmp_path / "mixed", training(), Form(3, 2), later)
+    said = [
+        done("transform", mixed, tmp_path / "out2").err,
+        done("diff", mixed, mixed).err,
+        run_here("audit", mixed).err,
+    ]
+    assert all("global_step3 is named after step 3, and" in text and "of global_steps 4" in text for text in said)
+    mixed.rename(tmp_path / "by any name")
+    assert "of another save" not in done("transform", tmp_path / "by any name", tmp_path / "out3").err
+
+
 PLAIN = (None, 7, -1, 1.5, "text", b"", True, [], [None], [[]], {}, {"a": 1}, {3: 4}, (1, 2))
 ODD: list[Callable[[], object]] = [
     *(lambda own=own: own for own in PLAIN),

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import dcp_peer, torch_peer
+from support.checkpoints import write_ranks
 from support.examples import few, many
 
 import reshard_mpi
@@ -509,6 +510,36 @@ def test_a_training_that_contradicts_itself_is_refused(tmp_path: Path, spoil: An
     spoil(training)
     with pytest.raises(TargetError, match=says):
         reshard_mpi.transform(training.save(tmp_path / "x.pt"), tmp_path / "out", to="megatron")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_optimizer_beside_weights_of_no_model_is_refused(tmp_path: Path) -> None:
+    """Its state would be weights by these names, of which Megatron's own are made."""
+    weights = {
+        "embedding.word_embeddings.weight": (4, 3),
+        "decoder.layers.0.mlp.experts.experts.linear_fc1.weight": (2, 4, 3),
+    }
+    arrays = {name: np.zeros(shape, np.float32) for name, shape in weights.items()}
+    state = {f"optimizer.state.{name}.{kind}": arrays[name] for name in weights for kind in ("exp_avg", "exp_avg_sq")}
+    steps = {f"optimizer.state.{name}.step": np.float32(3) for name in weights}
+    write_ranks({0: {**arrays, **state, **steps}}, tmp_path / "src", "safetensors")
+    with pytest.raises(TargetError, match=r"not what a checkpoint of Megatron is made of(?s:.*)optimizer.state"):
+        reshard_mpi.transform(tmp_path / "src", tmp_path / "out", to="megatron")
+    reshard_mpi.transform(tmp_path / "src", tmp_path / "out", to="megatron", exclude=["optimizer.*"])
+    assert {name.removeprefix("model.") for name in reshard_mpi.load_rank(0, tmp_path / "out")} == {
+        "embedding.word_embeddings.weight",
+        "decoder.layers.mlp.experts.experts.linear_fc1.weight",
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["output_layer.weight", "decoder.layers.final", "decoder.layers.0.mlp.experts.experts.scale"]
+)
+def test_a_weight_without_the_dimensions_that_its_name_says_is_refused(tmp_path: Path, name: str) -> None:
+    arrays = {"embedding.word_embeddings.weight": np.zeros((4, 3), np.float32), name: np.array(3, np.float32)}
+    write_ranks({0: arrays}, tmp_path / "src", "safetensors")
+    with pytest.raises(TargetError, match="too few dimensions"):
+        reshard_mpi.transform(tmp_path / "src", tmp_path / "out", to="megatron")
     assert not (tmp_path / "out").exists()
 
 

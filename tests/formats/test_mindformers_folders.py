@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from support import ckpt_peer, safetensors_peer
-from support.command_line import done, refused
+from support.command_line import done, refused, run_here
 from support.dcp_peer import arrays_of
 from support.examples import few
 from support.processes import run_command
@@ -69,6 +69,22 @@ def test_what_is_said_of_the_training_is_a_nest() -> None:
     nest = json.loads(mindformers.open_folder(str(GOLDEN / ITERATION))[0].strings[NEST])
     common = json.loads((GOLDEN / ITERATION / "common.json").read_text())
     assert nest == {"dict": [["common", {"dict": [list(item) for item in common.items()]}]]}
+
+
+def test_what_is_said_of_another_step_than_the_folder_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / ITERATION
+    shutil.copytree(GOLDEN / ITERATION, folder)
+    said = json.loads((folder / "common.json").read_text())
+    for steps in ({"step_num": 3, "global_step": 3}, {"global_step": 1, "step_num": "?"}):
+        (folder / "common.json").write_text(json.dumps(said | steps))
+        finished = run_here("transform", folder, tmp_path / "out")
+        assert finished.code == 3 and "common.json of a checkpoint is of another save" in finished.err
+    for steps in ({"step_num": 0}, {"global_step": 1}, {"step_num": "?", "global_step": None}):  # one of them counts
+        (folder / "common.json").write_text(json.dumps(said | steps))
+        mindformers.open_folder(str(folder))
+    folder.rename(tmp_path / "by any name")
+    (tmp_path / "by any name" / "common.json").write_text(json.dumps(said | {"step_num": 3, "global_step": 3}))
+    done("transform", tmp_path / "by any name", tmp_path / "out")
 
 
 @pytest.mark.slow

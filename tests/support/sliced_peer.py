@@ -21,7 +21,7 @@ _TAGS |= {"bfloat16": "BF16", "int8": "I8", "bool": "BOOL", "float16": "F16"}
 _MINDSPORE = {"uint8": "UInt8", "int16": "Int16", "float64": "Float64", "complex64": "Complex64"}
 
 Array = np.ndarray[Any, Any]
-COMMON = {"epoch_num": 1, "step_num": 20, "global_step": 20, "loss_scale": None, "global_batch_size": 8}
+COMMON = {"epoch_num": 1, "step_num": 2, "global_step": 2, "loss_scale": None, "global_batch_size": 8}
 
 
 class Sliced(NamedTuple):
@@ -63,9 +63,11 @@ def write_mindformers(
     common: Mapping[str, Any] | None = COMMON,
     spoil: Callable[[dict[str, Any]], object] = lambda _: None,
 ) -> None:
-    """Write a checkpoint of `total` files of each kind. others: tensors by file that the index does not list.
+    """Write a checkpoint of `total` files of each kind, of the step that its folder is named after.
 
-    spoil: changes the index before it is written.
+    Args:
+        others: tensors by file that the index does not list.
+        spoil: changes the index before it is written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, dict[str, Array]] = {name: dict(arrays) for name, arrays in (others or {}).items()}
@@ -90,6 +92,9 @@ def write_mindformers(
     index = {"state_dict_metadata": described, "storage_data": storage}
     spoil(index)
     (folder / "metadata.json").write_text(json.dumps(index, indent=4, ensure_ascii=False))
+    if common is COMMON and folder.name.startswith("iteration_"):
+        steps = int(folder.name.removeprefix("iteration_"))
+        common = {**COMMON, "step_num": steps, "global_step": steps}
     if common is not None:
         (folder / "common.json").write_text(json.dumps(common, indent=4))
     for file, arrays in files.items():

@@ -22,6 +22,7 @@ In a universal checkpoint every parameter has a folder:
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +32,7 @@ from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.deepspeed.flat_groups import SizeError, in_slices, type_in
 from reshard_mpi.formats.deepspeed.packing import packed
 from reshard_mpi.formats.deepspeed.parameters import TrainedParameter, trained_parameters, with_shapes
-from reshard_mpi.formats.deepspeed.rank_files import LAYOUT_KEYS, named_tensors, optimizer_states_of, plain
+from reshard_mpi.formats.deepspeed.rank_files import LAYOUT_KEYS, ModelStates, named_tensors, optimizer_states_of, plain
 from reshard_mpi.formats.deepspeed.ranks import PARAMETERS, Ranks, RankStates, TagFiles, read_ranks, sorted_files
 from reshard_mpi.formats.deepspeed.slice_rules import read_rules
 from reshard_mpi.formats.deepspeed.tensor_parallel import JOINED, JOINED_BY_STRATEGY, joined
@@ -51,6 +52,7 @@ from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import natural_key
 
 NAME = "deepspeed"
+_NAME_OF_STEP = re.compile(r"global_step(\d{1,12})", re.ASCII)
 
 _NOT_KEPT = f"not carried over, since it is about the ranks of DeepSpeed's files alone: {', '.join(LAYOUT_KEYS)}"
 _NO_SETTINGS = "an elastic checkpoint does not say the settings of the optimizer's groups, such as lr: set them anew"
@@ -115,7 +117,21 @@ def open_folder(folder: str, strategy: Strategy | None = None) -> dict[int, Mani
     of_first = (_OF_FIRST,) if states.is_sliced and states.first.data_ranks > 1 and states.first.buffers else ()
     of_slices = (JOINED if strategy is None else JOINED_BY_STRATEGY,) if parts > 1 else ()
     of_groups = (_NO_SETTINGS,) if training.trained and not training.settings else ()
-    return {0: manifest._replace(notes=(_NOT_KEPT, *of_first, *of_slices, *of_groups))}
+    notes = (_NOT_KEPT, *of_first, *of_slices, *of_groups)
+    return {0: manifest._replace(notes=notes, warnings=tuple(_of_another_step(states.first, folder)))}
+
+
+def _of_another_step(first: ModelStates, folder: str) -> Iterator[str]:
+    """Yield a warning if a folder with DeepSpeed's own name for it says another step than its files.
+
+    Megatron-DeepSpeed and others name folders by counters of their own, which may begin anew: so it is no error.
+    """
+    named, steps = _NAME_OF_STEP.fullmatch(Path(folder).name), first.values.get("global_steps")
+    if named is not None and type(steps) is int and steps != int(named[1]):
+        yield (
+            f"{folder} is named after step {int(named[1])}, and {Path(first.path).name} is of global_steps {steps}:"
+            " unless the training has named it by a counter of its own, some of its files are of another save"
+        )
 
 
 def _tensor_parallel_ranks(states: RankStates, files: TagFiles) -> int:

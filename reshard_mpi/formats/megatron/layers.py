@@ -22,6 +22,8 @@ from reshard_mpi.formats.tensor_table import TensorType
 
 # Parts of a model in the order in which they are built.
 _SECTIONS = ("embedding.", "decoder.layers.", "decoder.final_", "mtp.", "output_layer.")
+# Tensors whose first dimension is the padded vocabulary.
+OF_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _LAYER = re.compile(r"(?P<before>(?:.*\.)?layers\.)(?:(?P<number>\d{1,9})\.)?(?P<part>.+)")
 EXPERTS = ".experts.experts."
 _EXPERT = re.compile(r"(?P<before>.*\.(?:local_)?experts\.)(?P<number>\d{1,9})(?P<after>\..*)")
@@ -69,6 +71,11 @@ def layer_axes(key: str) -> int:
     """Return how many of a tensor's first dimensions are layers and experts."""
     place = place_of(key)
     return place.stacked_layers + place.stacked_experts
+
+
+def least_axes(key: str) -> int:
+    """Return how many dimensions a tensor has at least, as its name says."""
+    return layer_axes(key) + (2 if key in OF_VOCABULARY else 0)
 
 
 class NamedChunk(NamedTuple):

@@ -16,7 +16,15 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.megatron.common_state import common_state
-from reshard_mpi.formats.megatron.layers import EXPERTS, ModulePlaces, NamedChunk, StackedPlace, object_key, stacked
+from reshard_mpi.formats.megatron.layers import (
+    EXPERTS,
+    ModulePlaces,
+    NamedChunk,
+    StackedPlace,
+    least_axes,
+    object_key,
+    stacked,
+)
 from reshard_mpi.formats.megatron.training_tree import FP32
 from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
 from reshard_mpi.formats.nest.nodes import MODEL, ORDERED_DICT, Call, Dict, NestError, NestTensor, Value
@@ -28,7 +36,8 @@ from reshard_mpi.text import KIB, shortened
 # The string of the first file that says what else the checkpoint has.
 COMMON = "__megatron_common__"
 DEFAULT_RELEASE = "0.19"
-_STATE = "optimizer.state."
+_OPTIMIZER = "optimizer."
+_STATE = f"{_OPTIMIZER}state."
 _EXTRA = "_extra_state"
 # The kind of state that is one number for all parameters, and is kept with the groups.
 _COUNTER = "step"
@@ -79,6 +88,7 @@ def packed(
     model = root.get("model")
     kinds = {key: tensors[name] for key, name in found.weights.items()}
     places = stacked(kinds, _args(root))
+    _require_dimensions(kinds, places)
     _require_trained_together(found, places)
     chunks = [*_weights(found, places, tensors, own_types), *_state(found, places, tensors)]
     extra = _extra_values(model, ModulePlaces(places)) if type(model) is Dict else {}
@@ -113,6 +123,19 @@ def packed(
     )
 
 
+def _require_dimensions(weights: Mapping[str, TensorType], places: Mapping[str, StackedPlace]) -> None:
+    """Raise TargetError for a weight that lacks the dimensions of layers, of experts or of a vocabulary."""
+    for key, place in places.items():
+        needed = least_axes(place.key) - len(place.counts)
+        if len(weights[key].shape) < needed:
+            raise TargetError(
+                f"the weight {key!r} has too few dimensions for a Megatron checkpoint",
+                expected=f"{needed} or more: one for layers, one for experts, as its name says; two for a vocabulary",
+                got=f"shape {list(weights[key].shape)}",
+                remedy="leave it out (--exclude), or choose --to dcp",
+            )
+
+
 def _require_experts(found: _SortedTensors, places: Iterable[StackedPlace], ep: int | None) -> None:
     """Raise TargetError unless `ep` ranks can share out the experts that the optimizer has."""
     counts = {(*own.counts, *own.own_counts)[-1] for own in places if EXPERTS in own.key}
@@ -135,6 +158,9 @@ def _args(root: Dict) -> Mapping[str, Value]:
 def _source_tensors(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> tuple[Dict, _SortedTensors]:
     """Return the nest of a source, and its tensors sorted. Raises TargetError if it has no model's."""
     root = _root(tensors, strings)
+    of_state = next((name for name in tensors if name.startswith(_OPTIMIZER)), None)
+    if of_state is not None and type(root.get("model")) is not Dict:
+        raise _not_held(f"the weights below {MODEL!r}, where an optimizer lies beside them", of_state)
     found = _sorted(tensors, root.get("model"))
     if not found.weights:
         raise _not_held("tensors of a model", shortened(list(tensors)) or "no tensors")

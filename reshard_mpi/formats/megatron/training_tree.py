@@ -15,7 +15,7 @@ from typing import NamedTuple
 from reshard_mpi.errors import DisagreementError, ShardError
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.megatron.layers import is_expert, layer_axes, place_of
+from reshard_mpi.formats.megatron.layers import OF_VOCABULARY, is_expert, layer_axes, least_axes, place_of
 from reshard_mpi.formats.megatron.parameter_order import ElementReader, rounded
 from reshard_mpi.formats.nest.nodes import MAX_DEPTH, Call, Dict, Global, Value, entry_of
 from reshard_mpi.formats.torch.file_content import TensorPieces, listed, text_of
@@ -270,8 +270,6 @@ def not_of_one_save(expected: str, got: str, folder: str) -> DisagreementError:
     )
 
 
-# Tensors whose first dimension is the padded vocabulary.
-_OF_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _DECODER = "decoder.layers."
 
 
@@ -290,7 +288,7 @@ def require_agreement(
     """
     tensors = {key: value for key, value in weights.items() if type(value) is TensorPieces}
     for key, tensor in tensors.items():
-        if len(tensor.shape) < layer_axes(key) + (key in _OF_VOCABULARY) * 2:
+        if len(tensor.shape) < least_axes(key):
             raise ShardError(
                 f"the tensor {key!r} of a Megatron checkpoint has too few dimensions",
                 expected="one for layers, one for experts, as its name says; two for a vocabulary",
@@ -317,7 +315,7 @@ def _sizes(tensors: Mapping[str, TensorPieces]) -> Iterator[tuple[str, int]]:
     layers, experts = set[int](), set[int]()
     for key, tensor in tensors.items():
         place = place_of(key)
-        if key in _OF_VOCABULARY:
+        if key in OF_VOCABULARY:
             yield "padded_vocab_size", tensor.shape[0]
             yield "hidden_size", tensor.shape[1]
         if key.startswith(_DECODER) and place.stacked_layers:

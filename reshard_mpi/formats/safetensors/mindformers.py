@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from reshard_mpi.text import KIB, MIB
 
 NAME, _SUFFIX = "mindformers", ".safetensors"
 COMMON = "common.json"
+_NAME_OF_STEP = re.compile(r"iteration_(\d{8,12})", re.ASCII)
 # The dictionary of the nest that has what it says: the optimizer may have a tensor `global_step` of its own.
 _COMMON_KEY = "common"
 # MindFormers writes five numbers there.
@@ -217,7 +219,10 @@ class _SlicedLeaf(NamedTuple):
 
 
 def _strings(folder: str, tensors: TensorTable) -> Mapping[str, str]:
-    """Return the strings of a checkpoint: its nest, if `COMMON` says anything. Raises ShardError if it is damaged."""
+    """Return the strings of a checkpoint: its nest, if `COMMON` says anything.
+
+    Raises ShardError if it is damaged, or of another save.
+    """
     path = str(Path(folder, COMMON))
     with structure.opened(path) as file:
         content = file.read(0, min(file.size_bytes, _MAX_COMMON_BYTES + 1))
@@ -233,7 +238,7 @@ def _strings(folder: str, tensors: TensorTable) -> Mapping[str, str]:
             raise ValueError(f"a tensor called {_COMMON_KEY!r}, in the place of what the file says")
         leaves: list[Value] = [part for name in tensors for part in (name, _SlicedLeaf(name))]
         tree = Dict([_COMMON_KEY, root, *leaves])
-        return flatten_tree.flatten(tree, lambda value: type(value) is _SlicedLeaf, has_order=False).strings
+        strings = flatten_tree.flatten(tree, lambda value: type(value) is _SlicedLeaf, has_order=False).strings
     except (ValueError, RecursionError, nodes.NestError) as error:
         raise ShardError(
             f"{COMMON} of a checkpoint cannot be read",
@@ -241,6 +246,26 @@ def _strings(folder: str, tensors: TensorTable) -> Mapping[str, str]:
             got=str(error),
             where=path,
         ) from None
+    _require_step_of_folder(root, folder)
+    return strings
+
+
+def _require_step_of_folder(common: Dict, folder: str) -> None:
+    """Raise ShardError if the folder is named after another step: `COMMON` is of another save.
+
+    MindFormers names it after `step_num`, which counts all steps, or where that counts those of an epoch after
+    `global_step` (save_checkpoint and its callbacks, master of 2026-01).
+    """
+    named = _NAME_OF_STEP.fullmatch(Path(folder).name)
+    steps = [value for key in ("step_num", "global_step") if type(value := common.get(key)) is int]
+    if named is not None and steps and int(named[1]) not in steps:
+        raise ShardError(
+            f"{COMMON} of a checkpoint is of another save than its folder",
+            expected=f"step {int(named[1])}, after which the folder is named",
+            got=f"step {steps[-1]}",
+            where=str(Path(folder, COMMON)),
+            remedy="copy or restore all files of one save; if only the folder has been renamed, give it its own name",
+        )
 
 
 def _dictionary(pairs: list[tuple[str, Any]]) -> Dict:
