@@ -69,10 +69,13 @@ def dequantized(weight: QuantizedWeight, box: Box, kinds: Mapping[str, TensorTyp
 
 
 def _group_index(weight: QuantizedWeight, groups: Companion, stored: Mapping[str, _StoredPart]) -> Array:
-    """Return the number of the group of each column. Raises SourceError for numbers that no group has."""
+    """Return the number of the group of each column, along the last dimension; before it are layers or experts.
+
+    Raises SourceError for numbers that no group has.
+    """
     index, scale = stored[groups.name].typed, weight.companion("scale")
     columns_first = weight.scheme.kind == "gptq"
-    count = 1 if scale is None else stored[scale.name].typed.shape[0 if columns_first else -1]
+    count = 1 if scale is None else stored[scale.name].typed.shape[-2 if columns_first else -1]
     if index.min() < 0 or index.max() >= count:
         raise SourceError(
             f"columns of {weight.name} are in groups that it does not have",
@@ -266,13 +269,15 @@ def _apply(operation: np.ufunc, elements: Array, grid: _BlockGrid, box: Box, ind
     """Subtract zero points from elements, or multiply these by scales, in place.
 
     Args:
-        index: for each column of the box the group whose number it has; None: the columns of a group follow each other.
+        index: for each column of the box, in each layer or expert, the group whose number it has; None: the columns of
+            a group follow each other.
     """
     (low, left), (high, right) = box.start[-2:], box.stop[-2:]
     step, width = grid.steps[-2:]
     run = step if step > 1 else max(1, _BLOCK // (right - left))
     for outer in np.ndindex(elements.shape[:-2]):
-        values = grid.values[tuple(place if length > 1 else 0 for place, length in zip(outer, grid.values.shape))]
+        values = grid.values[_place_in(grid.values.shape[:-2], outer)]
+        own_index = None if index is None else index[_place_in(index.shape[:-1], outer)]
         for first in range(low // run * run, high, run):
             rows = slice(max(first, low) - low, min(first + run, high) - low)
             if step > 1:
@@ -280,12 +285,17 @@ def _apply(operation: np.ufunc, elements: Array, grid: _BlockGrid, box: Box, ind
                 numbers = values[block : block + 1]
             else:
                 numbers = values[rows] if step else values
-            if index is not None and values.shape[1] > 1:
-                numbers = numbers[:, index]
+            if own_index is not None and values.shape[1] > 1:
+                numbers = numbers[:, own_index]
             elif width > 1:
                 numbers = np.repeat(numbers, width, axis=1)[:, left % width :][:, : right - left]
             part = elements[outer][rows]
             operation(part, numbers, out=part)
+
+
+def _place_in(shape: tuple[int, ...], outer: tuple[int, ...]) -> tuple[int, ...]:
+    """Return where numbers for an outer place of a weight lie: dimensions of length 1 are the same for all."""
+    return tuple(place if length > 1 else 0 for place, length in zip(outer, shape))
 
 
 def _in_order(words: Array) -> Array:

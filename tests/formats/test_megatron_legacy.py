@@ -471,7 +471,7 @@ def test_files_are_held_against_the_checksums_that_megatron_keeps(tmp_path: Path
     refused = 0
     for path in [path for path in save.rglob("*") if path.suffix in (".pt", ".distcp")]:
         content = path.read_bytes()
-        for place in range(len(content) // 9, len(content), len(content) // 9):
+        for place in range(len(content) // 5, len(content), len(content) // 5):
             path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
             try:
                 reshard_mpi.transform(save, tmp_path / "dst", to="safetensors", verify=True, overwrite=True)

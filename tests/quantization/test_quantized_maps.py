@@ -11,7 +11,7 @@ from quantization.test_quantized_refusals import FP8
 from support import safetensors_peer
 from support.command_line import run_here
 from support.examples import few
-from support.quantized import BFLOAT16, E4M3, Array, fp8, packed
+from support.quantized import BFLOAT16, E4M3, Array, fp8, gptq, packed
 
 import reshard_mpi
 from reshard_mpi.errors import MapError, ReshardError
@@ -84,6 +84,37 @@ def test_experts_are_stacked_and_taken_apart(tmp_path: Path) -> None:
     np.testing.assert_array_equal(dequantized(made), np.stack([whole for _, whole in parts]))
     reshard_mpi.transform(made, tmp_path / "back", map=equation, reverse=True, to="safetensors")
     assert bytes_of(tmp_path / "back") == {name: array.tobytes() for name, array in tensors.items()}
+
+
+@pytest.mark.parametrize("form", ["gptq", "pack-quantized"])
+@pytest.mark.parametrize("layers", [2, 5])
+def test_layers_whose_columns_are_in_any_order_are_stacked(tmp_path: Path, form: str, layers: int) -> None:
+    """Each layer has an order of its own; there are fewer layers than groups, or more."""
+    shape, half, settings = (
+        (32, 64),
+        np.dtype(np.float16),
+        {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16},
+    )
+    if form == "gptq":
+        config = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True, "sym": False}
+        samples = [gptq(np.random.default_rng(n), shape, 4, 16, half, False, True) for n in range(layers)]
+    else:
+        config = compressed("pack-quantized", symmetric=False, actorder="group", **settings)
+        samples = [packed(np.random.default_rng(n), shape, 4, 16, half, True, True) for n in range(layers)]
+    named = (
+        (name.replace("w.", f"l.{number}."), array)
+        for number, sample in enumerate(samples)
+        for name, array in sample.tensors.items()
+    )
+    source = write(tmp_path / "source", dict(named), config)
+    stored = samples[0].weight.stored.removeprefix("w.")
+    equation = f"l.{{n}}.{stored} [a b] <=> m.{stored} [n a b]"
+    reshard_mpi.transform(source, tmp_path / "out", map=equation, to="safetensors")
+    with reshard_mpi.open(tmp_path / "out", config=source / "config.json", dtype="fp32") as opened:
+        for number, sample in enumerate(samples):
+            np.testing.assert_array_equal(opened["m.weight"][number], sample.whole)
+            np.testing.assert_array_equal(opened["m.weight"][number, 3:9, 17:50], sample.whole[3:9, 17:50])
+        np.testing.assert_array_equal(opened["m.weight"][:], np.stack([sample.whole for sample in samples]))
 
 
 def test_a_transposed_weight_has_a_transposed_grid(tmp_path: Path) -> None:
