@@ -64,6 +64,7 @@ def _followed(mapped: MapResult, weights: Weights, inventory: Inventory) -> Foll
         if not quantized:
             made.append(tensor)
             continue
+        _require_stored_type(tensor, next(iter(quantized.values())), inventory)
         weight, companions = _Following(tensor, places, quantized, inventory, assemblies).made()
         new_weights[tensor.name] = StoredWeight(weight, tensor.assembly.shape)
         made += companions
@@ -76,6 +77,19 @@ def _followed(mapped: MapResult, weights: Weights, inventory: Inventory) -> Foll
         if companion.name not in taken
     ]
     return Followed(mapped._replace(made=tuple(made), left_out=(*mapped.left_out, *left_out)), new_weights)
+
+
+def _require_stored_type(tensor: DerivedTensor, weight: QuantizedWeight, inventory: Inventory) -> None:
+    """Raise MapError if what is stored of a quantized weight would be converted: its elements lack their scales."""
+    stored = inventory[weight.stored].dtype
+    if tensor.dtype != stored:
+        raise MapError(
+            f"the elements that are stored of {weight.stored} would be converted without their scales",
+            expected=f"{tensor.name} in {stored} as well, or of a weight that is dequantized",
+            got=str(tensor.dtype),
+            where=tensor.where,
+            remedy="dequantize all weights before the map (--dtype bf16), or give this one no other type",
+        )
 
 
 class _Following:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +85,32 @@ def test_experts_are_stacked_and_taken_apart(tmp_path: Path) -> None:
     np.testing.assert_array_equal(dequantized(made), np.stack([whole for _, whole in parts]))
     reshard_mpi.transform(made, tmp_path / "back", map=equation, reverse=True, to="safetensors")
     assert bytes_of(tmp_path / "back") == {name: array.tobytes() for name, array in tensors.items()}
+
+
+RENAMED = "l.{i}.weight <=> m.{i}.weight"
+
+
+@pytest.mark.parametrize(
+    ("equation", "dtype"),
+    [
+        (RENAMED, "m.0.weight=bf16"),
+        (RENAMED, "*.weight=fp8_e5m2"),
+        ("l.{i}.weight [a b] <=> m.{i}.weight [a b] : bf16", ()),
+        ("l.0.weight [a h], l.1.weight [a h] <=> both.weight [(a + a) h]", "both.*=fp32"),
+        ("l.{i}.weight [a b] <=> m.weight [i a b]", "m.weight=bf16"),
+    ],
+)
+def test_stored_elements_are_not_converted_without_their_scales(tmp_path: Path, equation: str, dtype: object) -> None:
+    """By the name that a map gives a weight, a type for some cannot dequantize it: that is done before the map."""
+    parts = [in_blocks(f"l.{number}", 8, 16) for number in range(2)]
+    source = write(tmp_path / "source", {name: own for tensors, _ in parts for name, own in tensors.items()}, FP8)
+    for command in (partial(reshard_mpi.transform, source, tmp_path / "out"), partial(reshard_mpi.open, source)):
+        with pytest.raises(MapError, match=r"without their scales|before a map"):
+            command(map=equation, dtype=dtype, forward=True)
+    reshard_mpi.transform(source, tmp_path / "plain", map=equation, dtype="fp32", forward=True, to="safetensors")
+    if equation == RENAMED:
+        for number, (_, whole) in enumerate(parts):
+            np.testing.assert_array_equal(reshard_mpi.load_rank(0, tmp_path / "plain")[f"m.{number}.weight"], whole)
 
 
 @pytest.mark.parametrize("form", ["gptq", "pack-quantized"])
