@@ -73,6 +73,7 @@ def open_source(
         _require_agreement(strategy, described, manifest)
     elif run is not None:
         _require_as_many_ranks(files, strategy)
+        _require_recorded_ranks(files, run)
         # Where all of them have been written since, the record tells nothing of them.
         if len(run.modified) < len(files.shards):
             recorded = _recorded_otherwise(run, strategy)
@@ -240,6 +241,22 @@ def _require_as_many_ranks(files: ShardFiles, strategy: Strategy) -> None:
             where=f"{files.path} and {strategy.origin or 'the source strategy'}",
             remedy="give the strategy that was the run's --dst-strategy",
         )
+
+
+def _require_recorded_ranks(files: ShardFiles, run: RunOfFiles) -> None:
+    """Raise SourceError if a file is given for another rank than the run that has made it has written it for."""
+    for rank, paths in files.by_rank.items():
+        for path in paths:
+            recorded = run.rank_of.get(path, rank)
+            if recorded != rank:
+                raise SourceError(
+                    "a shard lies in the place of another rank than the run has made it for",
+                    expected=f"rank {recorded}, as its record says",
+                    got=f"rank {rank}",
+                    where=path,
+                    remedy="give each file for its own rank; what you know to be right is read without its records"
+                    " (copies of the files elsewhere)",
+                )
 
 
 def _recorded_otherwise(run: RunOfFiles, strategy: Strategy) -> Strategy | None:

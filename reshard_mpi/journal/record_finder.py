@@ -116,6 +116,7 @@ class RunOfFiles(NamedTuple):
     digest: str
     modified: tuple[ModifiedShard, ...]  # files that are not, by their times, the ones that it has recorded
     folders: tuple[Path, ...]  # with its records: a folder of links may lead to several
+    rank_of: Mapping[str, int]  # the ranks that it has written the files for, by path
 
 
 def require_one_run(files: Mapping[int, Sequence[str]], where: str) -> RunOfFiles | None:
@@ -146,7 +147,8 @@ def require_one_run(files: Mapping[int, Sequence[str]], where: str) -> RunOfFile
     committed = {_is_committed(state.parent, first, heads.values(), where) for state in state_folders}
     if committed != {True}:
         _require_one_state(finder, files, is_committed=False not in committed)
-    return RunOfFiles(first.digest, _modified(heads), tuple(state.parent for state in state_folders))
+    rank_of = {path: head.rank for path, head in heads.items()}
+    return RunOfFiles(first.digest, _modified(heads), tuple(state.parent for state in state_folders), rank_of)
 
 
 def _require_not_begun_anew(path: str, where: str) -> None:

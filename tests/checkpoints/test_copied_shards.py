@@ -340,6 +340,25 @@ def test_any_strategy_that_cuts_otherwise_than_the_record_is_refused(tmp_path: P
     assert np.array_equal(reshard_mpi.load_rank(0, tmp_path / "cut", tmp_path / "recorded.toml")["a.w"], values)
 
 
+@pytest.mark.parametrize("form", few(1, ["safetensors", "ckpt", "torch"]))
+def test_files_in_the_places_of_other_ranks_are_refused(tmp_path: Path, form: str) -> None:
+    to_cut(tmp_path)
+    cut, strategy = tmp_path / "cut", tmp_path / "0.toml"
+    reshard_mpi.transform(tmp_path / "src", cut, dst_strategy=strategy, to=form, verify=True)
+    files = {int(path.parent.name.removeprefix("rank_")): path for path in sorted(cut.glob("rank_*/*"))}
+    for rank, place in files.items():
+        link = tmp_path / "links" / place.relative_to(cut)
+        link.parent.mkdir(parents=True)
+        link.symlink_to(files[1 - rank])
+    with pytest.raises(SourceError, match="of another rank than the run"):
+        reshard_mpi.transform(tmp_path / "links", tmp_path / "out", strategy)
+    out = tmp_path / "by rank" / "rank_0" / files[0].name
+    for given in ({0: files[1], 1: files[0]}, {0: files[0], 1: files[0]}):
+        with pytest.raises(SourceError, match="of another rank than the run"):
+            reshard_mpi.transform_checkpoint_by_rank(0, given, out, strategy, None)
+    reshard_mpi.transform_checkpoint_by_rank(0, files, out, strategy, None)
+
+
 @pytest.mark.parametrize("what", ["not committed", "links to folders", "links to files", "by rank", "one touched"])
 def test_a_strategy_is_held_against_the_records_wherever_they_are(tmp_path: Path, what: str) -> None:
     to_cut(tmp_path)
