@@ -1,8 +1,8 @@
 """Tell into how many tensor-, pipeline- and expert-parallel ranks a model can be cut (`parallel_sizes`).
 
 Shapes alone do not tell how many heads a model has. A configuration does, or the arguments in a checkpoint of Megatron.
-Quantized weights are cut between blocks, along the dimension that servers cut: rows of what makes queries, keys, values
-and gates, columns of what comes behind them.
+Weights are cut along the dimension that servers cut: rows of what makes queries, keys, values and gates, columns of
+what comes behind them; quantized ones between blocks.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _MOST_NAMED = 3
 _MOST_REFUSED = 8
 _EMBEDDING = re.compile(r"(?:^|[./])(?:\w*embed\w*|wte|tok_embeddings|shared)[./]", re.IGNORECASE)
 _POSITIONS = re.compile(r"position|wpe|rotary|type_embed", re.IGNORECASE)
+_ATTENTION = re.compile(r"att", re.IGNORECASE)
 _STACKED_LAYERS = re.compile(r"(?:^|[./])layers[./]")
 _EXPERTS = re.compile(r"(?:^|[./])\w*experts[./]")
 # Modules that servers cut along rows, along columns, and not at all; others may be cut along either. In a joined module
@@ -47,7 +48,14 @@ _CUT_BY_ROWS = frozenset(
 _CUT_BY_COLUMNS = frozenset(
     ("o_proj", "down_proj", "out_proj", "c_proj", "linear_proj", "linear_fc2", "dense_4h_to_h", "fc2", "w2", "wo")
 )
-_WHOLE = frozenset(("q_a_proj", "kv_a_proj_with_mqa", "linear_q_down_proj", "linear_kv_down_proj", "wq_a", "wkv_a"))
+_WHOLE = frozenset(
+    (
+        *("q_a_proj", "kv_a_proj_with_mqa", "linear_q_down_proj", "linear_kv_down_proj", "wq_a", "wkv_a"),
+        *("gate", "router", "shared_expert_gate"),  # of experts
+    )
+)
+# Modules of GPT-2, whose weights have columns before rows.
+_COLUMNS_FIRST = frozenset(("c_attn", "c_fc", "c_proj"))
 
 
 class ModelSizes(NamedTuple):
@@ -274,15 +282,6 @@ class _Model:
             model_bytes, size_bytes = (own + -(-shared // ranks) for own, shared in zip(whole, cut))
             yield RankCount(ranks, tuple(obstacles(ranks)), model_bytes, size_bytes)
 
-    @cached_property
-    def _matrices(self) -> dict[tuple[int, ...], str]:
-        """The different shapes of what tensor-parallel ranks cut, each with a tensor, without its layer and expert."""
-        shapes: dict[tuple[int, ...], str] = {}
-        for name, tensor in self._of_model.items():
-            if self._is_matrix(name) and not self._is_quantized(name):
-                shapes.setdefault(tensor.shape[sum(self._stacked[name]) :], f"{kin_of(name)} {list(tensor.shape)}")
-        return shapes
-
     def tensor_obstacles(self, ranks: int, sizes: ModelSizes) -> Iterator[str]:
         yield from _undivided(sizes.heads, "heads", ranks)
         if sizes.kv_groups != sizes.heads:
@@ -290,20 +289,25 @@ class _Model:
         if sizes.vocabulary and sizes.vocabulary % ranks:
             padding = counted(-sizes.vocabulary % ranks, "row")
             yield f"vocabulary of {sizes.vocabulary}, which {padding} more would make a multiple"
-        named = [name for shape, name in self._matrices.items() if all(length % ranks for length in shape)]
         off_grain: dict[str, str] = {}
-        for weight in self._cut_weights:
-            if obstacle := weight.obstacle(ranks, sizes):
+        for weight in dict.fromkeys(self._cut_weights.values()):
+            obstacle = weight.obstacle(ranks, sizes)
+            if obstacle and not weight.is_told_by(sizes):
                 off_grain.setdefault(obstacle, f"{weight.name}: {obstacle}")
-        for texts, what in ((named, "more shape"), ([*off_grain.values()], "more quantized weight")):
-            yield from texts[:_MOST_NAMED]
-            if len(texts) > _MOST_NAMED:
-                yield counted(len(texts) - _MOST_NAMED, what)
+        texts = [*off_grain.values()]
+        yield from texts[:_MOST_NAMED]
+        if len(texts) > _MOST_NAMED:
+            yield counted(len(texts) - _MOST_NAMED, "more weight")
 
     @cached_property
-    def _cut_weights(self) -> tuple[_CutWeight, ...]:
-        """The different quantized weights, without their layers and experts."""
-        return tuple(dict.fromkeys(self._quantized.values()))
+    def _cut_weights(self) -> dict[str, _CutWeight]:
+        """The matrices of the model, quantized ones and others, by name; those of all layers and experts are equal."""
+        plain = {
+            name: _CutWeight.plain(name, tensor.shape, self._stacked[name])
+            for name, tensor in self._of_model.items()
+            if self._is_matrix(name) and not self._is_quantized(name)
+        }
+        return plain | self._quantized
 
     def is_cut(self, name: str) -> bool:
         """Tell whether tensor-parallel ranks share a tensor out."""
@@ -311,7 +315,8 @@ class _Model:
             companion, stored = self._companions[name]
             dims = {axis.dim for axis in self._quantized[stored].axes}
             return any(relation is not None and relation.dim in dims for relation in companion.dims)
-        return bool(self._quantized[name].axes) if name in self._quantized else self._is_matrix(name)
+        cut = self._cut_weights.get(name)
+        return self._is_matrix(name) if cut is None else bool(cut.axes)
 
     def _is_matrix(self, name: str) -> bool:
         return len(self._tensors[name].shape) - sum(self._stacked[name]) > 1
@@ -327,7 +332,7 @@ class _Model:
 
 
 class _GrainedAxis(NamedTuple):
-    """An axis of a quantized weight along which servers cut it."""
+    """An axis of a weight along which servers cut it."""
 
     what: str
     dim: int  # of the stored tensor
@@ -336,7 +341,7 @@ class _GrainedAxis(NamedTuple):
 
 
 class _CutWeight(NamedTuple):
-    """A quantized weight, and the axes along which servers may cut it; none: each rank has it whole."""
+    """A weight, and the axes along which servers may cut it; none: each rank has it whole."""
 
     name: str
     module: str  # the last word of its module's name
@@ -344,12 +349,30 @@ class _CutWeight(NamedTuple):
     whole_by: str  # a scheme that is not known well enough to cut it; else empty
 
     @classmethod
+    def plain(cls, name: str, shape: tuple[int, ...], stacked: tuple[int, int]) -> _CutWeight:
+        """Return one that is not quantized.
+
+        Args:
+            stacked: how many first dimensions are layers, and experts.
+        """
+        module, first = _module_of(name), sum(stacked)
+        own = _axes_cut(module)
+        # Frameworks stack experts with rows or with columns first. Convolutions have further dimensions.
+        if module in _COLUMNS_FIRST or (stacked[1] and not module.startswith("linear_fc")) or len(shape) - first != 2:
+            own = {ROWS, COLUMNS} if own else own
+        words = {ROWS: "rows", COLUMNS: "columns"}
+        dims = {ROWS: [first], COLUMNS: range(first + 1, len(shape))}
+        axes = tuple(_GrainedAxis(words[each], dim, shape[dim], 1) for each in sorted(own) for dim in dims[each])
+        return cls(kin_of(name), module, axes, "")
+
+    @classmethod
     def of(cls, stored: StoredWeight) -> _CutWeight:
+        """Return a quantized one."""
         weight, shape = stored
-        module = weight.name.removesuffix(".weight").rpartition(".")[2]
+        module = _module_of(weight.name)
         whole_by = weight.scheme.name if weight.scheme.kind == "whole" else ""
         whole = cls(kin_of(weight.name), module, (), whole_by)
-        if whole_by or module in _WHOLE or ".indexer." in weight.name:
+        if whole_by or ".indexer." in weight.name:
             return whole
         axes = layout_of(weight.scheme).stored.axes
         found = {
@@ -362,8 +385,14 @@ class _CutWeight(NamedTuple):
             for dim, axis in enumerate(axes, len(shape) - len(axes))
             if axis.of is not None
         }
-        own = {ROWS} if module in _CUT_BY_ROWS else {COLUMNS} if module in _CUT_BY_COLUMNS else {ROWS, COLUMNS}
-        return whole._replace(axes=tuple(found[each] for each in sorted(own)))
+        return whole._replace(axes=tuple(found[each] for each in sorted(_axes_cut(module))))
+
+    def is_told_by(self, sizes: ModelSizes) -> bool:
+        """Tell whether heads or the vocabulary tell if it can be cut, so that nothing need be said of it."""
+        has_heads = sizes.heads is not None and _ATTENTION.search(self.name) is not None
+        return all(axis.grain == 1 for axis in self.axes) and (
+            has_heads or any(axis.what == "rows" and axis.length == sizes.vocabulary for axis in self.axes)
+        )
 
     def obstacle(self, ranks: int, sizes: ModelSizes) -> str:
         """Return in words why it cannot be cut over a number of ranks; empty: it can be."""
@@ -384,3 +413,14 @@ class _CutWeight(NamedTuple):
             return ""
         wanted = "a whole number" if axis.grain == 1 else f"a multiple of {axis.grain}"
         return f"{length} {what} / {ranks} = {length / ranks:.6g}, not {wanted}"
+
+
+def _module_of(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def _axes_cut(module: str) -> set[int]:
+    """Return the axes along which servers may cut a module's weight."""
+    if module in _WHOLE:
+        return set()
+    return {ROWS} if module in _CUT_BY_ROWS else {COLUMNS} if module in _CUT_BY_COLUMNS else {ROWS, COLUMNS}

@@ -67,9 +67,33 @@ def test_by_a_configuration_beside_the_files(llama: Path) -> None:
     assert obstacles[3] == ["4 KV groups"] and obstacles[6] == ["4 KV groups"]
     assert obstacles[8] == ["12 heads", "4 KV groups"]
     assert obstacles[5][:3] == ["12 heads", "4 KV groups", "vocabulary of 96, which 4 rows more would make a multiple"]
-    assert obstacles[5][3] == "model.embed_tokens.weight [96, 24]" and obstacles[5][-1] == "1 more shape"
+    assert obstacles[5][3:] == ["model.layers.*.mlp.experts.*.w1.weight: 48 rows / 5 = 9.6, not a whole number"]
     assert {count["ranks"]: count["obstacles"] for count in facts["pipeline"]}[3] == ["4 layers"]
     assert {count["ranks"]: count["obstacles"] for count in facts["expert"]}[4] == ["6 experts"]
+
+
+def test_weights_are_cut_along_the_dimension_that_servers_cut(tmp_path: Path) -> None:
+    """Others do not matter: the hidden size is a multiple of 8, the width of the feed-forward part is none."""
+    layer = "model.layers.0"
+    shapes = {
+        "model.embed_tokens.weight": (48, 16),
+        f"{layer}.self_attn.q_proj.weight": (24, 16),
+        f"{layer}.mlp.gate.weight": (2, 16),  # a router, which all ranks have whole
+        f"{layer}.mlp.gate_proj.weight": (12, 16),
+        f"{layer}.mlp.down_proj.weight": (16, 12),
+    }
+    write_shard({name: np.zeros(shape, "f4") for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 24, "vocab_size": 48}))
+    facts = facts_of(tmp_path)
+    assert fits(facts)["tensor"] == [1, 2, 3, 4, 6, 12]
+    obstacles = {count["ranks"]: count["obstacles"] for count in facts["tensor"]}
+    assert obstacles[8] == [
+        "model.layers.*.mlp.gate_proj.weight: 12 rows / 8 = 1.5, not a whole number",
+        "model.layers.*.mlp.down_proj.weight: 12 columns / 8 = 1.5, not a whole number",
+    ]
+    # GPT-2 has columns first.
+    write_shard({"h.0.mlp.c_fc.weight": np.zeros((16, 9), "f4")}, tmp_path / "model.safetensors")
+    assert fits(facts_of(tmp_path))["tensor"] == [1, 2, 3, 4, 8]
 
 
 def test_bytes_of_a_rank(llama: Path) -> None:
@@ -109,7 +133,7 @@ def test_without_a_configuration_shapes_tell_all_but_heads(llama: Path) -> None:
     facts = facts_of(llama)
     assert facts["sizes"] | {"origin": ""} == {**dict.fromkeys(ModelSizes._fields), "origin": "", **OWN}
     assert "heads are not known" in facts["notes"][0]
-    assert fits(facts) == {"tensor": [1, 2, 3, 4, 6, 8, 12, 24], "pipeline": [1, 2, 4], "expert": [1, 2, 3, 6]}
+    assert fits(facts) == {"tensor": [1, 2, 4, 8], "pipeline": [1, 2, 4], "expert": [1, 2, 3, 6]}  # k_proj has 8 rows
 
 
 OWN = {"vocabulary": 96, "experts": 6, "layers": 4}
@@ -237,7 +261,7 @@ def test_servers_cut_blocks_of_deepseek_between_them(tmp_path: Path) -> None:
         "model.layers.*.mlp.gate_proj.weight: 18432 rows / 32 = 576, not a multiple of 128",
         "model.layers.*.mlp.down_proj.weight: 18432 columns / 32 = 576, not a multiple of 128",
         "model.layers.*.mlp.experts.*.down_proj.weight: 2048 columns / 32 = 64, not a multiple of 128",
-        "1 more quantized weight",
+        "1 more weight",
     ]
     whole = sum(
         rows * columns + 4 * -(-rows // 128) * (columns // 128) for rows, columns in ((1536, 7168), (576, 7168))
