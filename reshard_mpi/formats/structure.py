@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
 from reshard_mpi.errors import ShardError, TargetError
-from reshard_mpi.filesystem.paths import file_kind_of
+from reshard_mpi.filesystem.paths import file_kind_of, real_path
 from reshard_mpi.filesystem.source_files import IrregularFileError, SourceFile, open_file
 from reshard_mpi.formats.manifest import HeaderDigest, Manifest
 
@@ -115,6 +116,18 @@ def other_kind(start: bytes, path: str, expected: str) -> ShardError | None:
 def is_file_name(text: str) -> bool:
     """Tell whether a text is the name of a file in a folder, and leads to no other folder."""
     return text not in ("", ".", "..") and "/" not in text and "\0" not in text
+
+
+def step_in_name(folder: str, begin: str, digits: int) -> int | None:
+    """Return the step that a folder is named after by a framework; None if it is called otherwise.
+
+    Args:
+        folder: its path, which may be `.` or a link.
+        begin: of such a name, before the number of the step.
+        digits: how many that has at least.
+    """
+    match = re.fullmatch(rf"{begin}(\d{{{digits},12}})", real_path(folder).name, re.ASCII)
+    return None if match is None else int(match[1])
 
 
 def write_all(fd: int, data: bytes | memoryview, offset_bytes: int) -> None:

@@ -371,12 +371,13 @@ def test_a_folder_named_after_another_step_is_warned_of(tmp_path: Path) -> None:
     tag = deepspeed_peer.write(tmp_path / "save", training(), Form(3, 2))
     assert tag.name == "global_step3" and "of another save" not in done("transform", tag, tmp_path / "out").err
     mixed = deepspeed_peer.write(tmp_path / "mixed", training(), Form(3, 2), later)
+    (tmp_path / "by a link").symlink_to(mixed)
     said = [
-        done("transform", mixed, tmp_path / "out2").err,
+        done("transform", tmp_path / "by a link", tmp_path / "out2").err,
         done("diff", mixed, mixed).err,
         run_here("audit", mixed).err,
     ]
-    assert all("global_step3 is named after step 3, and" in text and "of global_steps 4" in text for text in said)
+    assert all("is named after step 3, and" in text and "of global_steps 4" in text for text in said)
     mixed.rename(tmp_path / "by any name")
     assert "of another save" not in done("transform", tmp_path / "by any name", tmp_path / "out3").err
 

@@ -320,7 +320,7 @@ def test_contradictions(tmp_path: Path, case: str) -> None:
     assert str(tmp_path) in said
 
 
-def test_what_is_in_common_is_of_another_save(tmp_path: Path) -> None:
+def test_what_is_in_common_is_of_another_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor says of which iteration it is, but the folder does."""
     folders = [tmp_path / f"iter_{iteration:07d}" for iteration in (3, 4)]
     for iteration, folder in enumerate(folders, 3):
@@ -328,8 +328,11 @@ def test_what_is_in_common_is_of_another_save(tmp_path: Path) -> None:
         write(folder, gpt(2), form, spoil=lambda contents: contents.common.update(iteration=iteration))  # noqa: B023
         done("plan", folder, tmp_path / "out")
     shutil.copyfile(folders[1] / "common.pt", folders[0] / "common.pt")
-    said = refused("plan", folders[0], tmp_path / "out")
-    assert "of another save" in said and "expected: iteration 3" in said and "got: iteration 4" in said
+    (tmp_path / "by a link").symlink_to(folders[0])
+    monkeypatch.chdir(folders[0])
+    for source in (folders[0], tmp_path / "by a link", "."):
+        said = refused("plan", source, tmp_path / "out")
+        assert "of another save" in said and "expected: iteration 3" in said and "got: iteration 4" in said
 
 
 @pytest.mark.parametrize("state", few(1, FORMS))

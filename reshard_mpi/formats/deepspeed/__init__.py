@@ -22,7 +22,6 @@ In a universal checkpoint every parameter has a folder:
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -44,6 +43,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest import flatten_tree
 from reshard_mpi.formats.nest.nodes import Dict, NestError, Value, entry_of, text_pairs
 from reshard_mpi.formats.protocol import no_sums as stored_sums
+from reshard_mpi.formats.structure import step_in_name
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
 from reshard_mpi.formats.torch import check_crc
 from reshard_mpi.formats.torch.file_content import FlatVector, HeldTensor, TensorPieces, held, read_content
@@ -52,7 +52,6 @@ from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.text import natural_key
 
 NAME = "deepspeed"
-_NAME_OF_STEP = re.compile(r"global_step(\d{1,12})", re.ASCII)
 
 _NOT_KEPT = f"not carried over, since it is about the ranks of DeepSpeed's files alone: {', '.join(LAYOUT_KEYS)}"
 _NO_SETTINGS = "an elastic checkpoint does not say the settings of the optimizer's groups, such as lr: set them anew"
@@ -126,10 +125,10 @@ def _of_another_step(first: ModelStates, folder: str) -> Iterator[str]:
 
     Megatron-DeepSpeed and others name folders by counters of their own, which may begin anew: so it is no error.
     """
-    named, steps = _NAME_OF_STEP.fullmatch(Path(folder).name), first.values.get("global_steps")
-    if named is not None and type(steps) is int and steps != int(named[1]):
+    named, steps = step_in_name(folder, "global_step", 1), first.values.get("global_steps")
+    if named is not None and type(steps) is int and steps != named:
         yield (
-            f"{folder} is named after step {int(named[1])}, and {Path(first.path).name} is of global_steps {steps}:"
+            f"{folder} is named after step {named}, and {Path(first.path).name} is of global_steps {steps}:"
             " unless the training has named it by a counter of its own, some of its files are of another save"
         )
 

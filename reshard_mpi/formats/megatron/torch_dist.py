@@ -56,7 +56,6 @@ _OF_GROUP = re.compile(
 _HALF = re.compile(r"(?P<whole>.*\.linear_fc1\.(?:weight|bias)_)[wv]")
 _GATE, _UP = "w", "v"
 _COMMON_STATE = "common_state"
-_ITERATION_FOLDER = re.compile(r"iter_(\d{7,12})", re.ASCII)
 # How the optimizer's state is kept.
 _CONTENT, _LENGTHS = "content_metadata", "per_bucket_numel"
 # Objects that are of these ranks alone.
@@ -259,11 +258,11 @@ def _sorted(found: Mapping[str, Value], common: Mapping[str, Value], folder: str
 
 def _require_iteration_of_folder(common: Mapping[str, Value], folder: str) -> None:
     """Raise ShardError if the folder is named after another iteration: what ranks have in common is of another save."""
-    named, iteration = _ITERATION_FOLDER.fullmatch(Path(folder).name), common.get("iteration")
-    if named is not None and type(iteration) is int and iteration != int(named[1]):
+    named, iteration = structure.step_in_name(folder, "iter_", 7), common.get("iteration")
+    if named is not None and type(iteration) is int and iteration != named:
         raise ShardError(
             "what the ranks of a Megatron checkpoint have in common is of another save than its folder",
-            expected=f"iteration {int(named[1])}, after which the folder is named",
+            expected=f"iteration {named}, after which the folder is named",
             got=f"iteration {iteration} in {COMMON} or the object {_COMMON_STATE}",
             where=folder,
             remedy="copy or restore all files of one save; if only the folder has been renamed, give it its own name",

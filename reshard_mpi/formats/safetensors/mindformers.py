@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +36,6 @@ from reshard_mpi.text import KIB, MIB
 
 NAME, _SUFFIX = "mindformers", ".safetensors"
 COMMON = "common.json"
-_NAME_OF_STEP = re.compile(r"iteration_(\d{8,12})", re.ASCII)
 # The dictionary of the nest that has what it says: the optimizer may have a tensor `global_step` of its own.
 _COMMON_KEY = "common"
 # MindFormers writes five numbers there.
@@ -256,12 +254,12 @@ def _require_step_of_folder(common: Dict, folder: str) -> None:
     MindFormers names it after `step_num`, which counts all steps, or where that counts those of an epoch after
     `global_step` (save_checkpoint and its callbacks, master of 2026-01).
     """
-    named = _NAME_OF_STEP.fullmatch(Path(folder).name)
+    named = structure.step_in_name(folder, "iteration_", 8)
     steps = [value for key in ("step_num", "global_step") if type(value := common.get(key)) is int]
-    if named is not None and steps and int(named[1]) not in steps:
+    if named is not None and steps and named not in steps:
         raise ShardError(
             f"{COMMON} of a checkpoint is of another save than its folder",
-            expected=f"step {int(named[1])}, after which the folder is named",
+            expected=f"step {named}, after which the folder is named",
             got=f"step {steps[-1]}",
             where=str(Path(folder, COMMON)),
             remedy="copy or restore all files of one save; if only the folder has been renamed, give it its own name",
