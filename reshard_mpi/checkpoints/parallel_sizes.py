@@ -301,7 +301,7 @@ class _Model:
 
     @cached_property
     def _cut_weights(self) -> dict[str, _CutWeight]:
-        """The matrices of the model, quantized ones and others, by name; those of all layers and experts are equal."""
+        """The matrices of the model, quantized ones and others, by name; layers and experts have equal ones."""
         plain = {
             name: _CutWeight.plain(name, tensor.shape, self._stacked[name])
             for name, tensor in self._of_model.items()

@@ -145,9 +145,9 @@ def partial_path(path: Path) -> Path:
     return path.with_name(partial_name(path.name))
 
 
-def is_partial(path: Path) -> bool:
-    """Tell whether `path` is named like a file that is not published yet."""
-    return path.name.startswith(".") and path.name.endswith(_PARTIAL)
+def is_partial(path: Path, of: str = "") -> bool:
+    """Tell whether `path` is named like a file that is not published yet. of: its name then, if not any."""
+    return path.name.startswith(f".{of}." if of else ".") and path.name.endswith(_PARTIAL)
 
 
 def publish_text(folder: Folder, name: str, text: str, *, synced: bool = True, modified_ns: int | None = None) -> None:

@@ -11,12 +11,13 @@ from typing import NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.errors import DamageError, DisagreementError, ReshardError
 from reshard_mpi.filesystem.paths import absolute_path, is_object_path, rank_of_folder, real_path
-from reshard_mpi.filesystem.source_files import FileCutShortError, exists, is_folder, is_taken, version_of
+from reshard_mpi.filesystem.source_files import FileCutShortError, exists, is_folder, is_taken, names, version_of
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.structure import digest_besides, opened
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.journal.file_ownership import changed_index_files
 from reshard_mpi.journal.provenance import digest_of_texts, require_one_state, require_same_sources
+from reshard_mpi.journal.publication import is_partial
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, record_path, recorded_ranks, run_path
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times
 from reshard_mpi.journal.target_records import RecordHead, TargetRecord, TensorSum
@@ -152,9 +153,10 @@ def require_one_run(files: Mapping[int, Sequence[str]], where: str) -> RunOfFile
 
 
 def _require_not_begun_anew(path: str, where: str) -> None:
-    """Raise DisagreementError if a file without a record is older than a run that is to replace it and not committed.
+    """Raise DisagreementError if a run has begun to replace a file without a record, and is not committed.
 
-    It is another's, and others beside it may have been removed. A newer file was saved there since.
+    The file is another's, and others beside it may have been removed. One that is newer than the run was saved there
+    since; but copies have other times, so the partial file of its target tells as well.
     """
     to_replace = run_to_replace(path)
     if to_replace is None:
@@ -165,9 +167,10 @@ def _require_not_begun_anew(path: str, where: str) -> None:
         return
     try:
         is_newer = version_of(path).modified_ns > version_of(run_path(folder / STATE)).modified_ns
+        beside = names(Path(path).parent)
     except OSError:  # which is told where the file is read
         return
-    if not is_newer:
+    if not is_newer or any(is_partial(Path(name), Path(path).name) for name in beside):
         got = f"{path}, which was there before"
         raise _of_several_runs(f"those of the run that has begun in {folder}", got, where)
 

@@ -80,7 +80,7 @@ def _followed(mapped: MapResult, weights: Weights, inventory: Inventory) -> Foll
 
 
 def _require_stored_type(tensor: DerivedTensor, weight: QuantizedWeight, inventory: Inventory) -> None:
-    """Raise MapError if what is stored of a quantized weight would be converted: its elements lack their scales."""
+    """Raise MapError if stored elements of a quantized weight would be converted, without their scales."""
     stored = inventory[weight.stored].dtype
     if tensor.dtype != stored:
         raise MapError(

@@ -24,12 +24,7 @@ from reshard_mpi.formats.manifest import NEST, Manifest
 from reshard_mpi.formats.nest.nodes import agree
 from reshard_mpi.formats.protocol import Packed
 from reshard_mpi.journal.record_files import COMMIT_RECORD
-from reshard_mpi.journal.record_finder import (
-    RecordFinder,
-    damage_besides,
-    modified_shards,
-    type_and_shape,
-)
+from reshard_mpi.journal.record_finder import RecordFinder, damage_besides, modified_shards, type_and_shape
 from reshard_mpi.planning.gradient_joining import notes_on
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.target_tensors import Policy
@@ -262,6 +257,10 @@ def verify_alone(
     """
     files, outcome = verify_by_sums(request, comm, memory, progress)
     checked = outcome.checked
+    if formats.info(files.format).packs and request.rank is None and not outcome.failures:
+        # Such a folder has no list of its files: they tell together whether one of them is missing.
+        memory.reserve_for_reading(request, strategies, f"verifying {request.source}", files.format)
+        agreed(lambda: open_source(request.shard_files(), (strategies or Strategies.read(request)).source), comm)
     unheld = _note_on_unheld_sums(files, checked) if request.rank is None else ()
     if not outcome.failures and not any(shard.by for shard in checked):
         raise _no_sums(files.path, unheld)

@@ -361,6 +361,18 @@ def test_weights_alone(tmp_path: Path) -> None:
     assert {*deepspeed_peer.load(tmp_path / "out" / "rank_0" / "checkpoint_0.pt")} == {"model"}
 
 
+@pytest.mark.parametrize("form", few(1, [Form(2, 2), Form(3, 2), Form(1, 2, is_bf16_optimizer=True)]))
+def test_verify_misses_any_file_that_is_lost(tmp_path: Path, form: Form) -> None:
+    """Each of the others is sound by its checksum."""
+    tag = deepspeed_peer.write(tmp_path / "save", training(), form)
+    done("verify", tag)
+    for path in sorted(tag.glob("*.pt")):
+        away = path.rename(tmp_path / "away")
+        assert run_here("verify", tag).code == 3
+        away.rename(path)
+    done("verify", tag)
+
+
 def test_a_folder_named_after_another_step_is_warned_of(tmp_path: Path) -> None:
     """Of stage 3 the weights come of the optimizer's files, so that these may be of another save than the others."""
 

@@ -350,6 +350,8 @@ def at_step(folder: Path, source: Path, step: int) -> Path:
     """Return a copy of a checkpoint as it would be of another step."""
     tag = folder / f"save {step}" / f"global_step{step}"
     shutil.copytree(source / "global_step3", tag)
+    for path in tag.glob("*_model_states.pt"):
+        deepspeed_peer.save(path, {**deepspeed_peer.load(path), "global_steps": step})
     (tag.parent / "latest").write_text(tag.name)
     return tag.parent
 

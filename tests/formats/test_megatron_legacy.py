@@ -457,6 +457,22 @@ def test_a_file_that_is_nothing_by_itself_is_no_damage(tmp_path: Path) -> None:
         assert not [each for each in reshard_mpi.audit(tmp_path / folder).findings if each.kind is FindingKind.SUM]
 
 
+@pytest.mark.parametrize("form", few(1, ["legacy", "a file of torch_dist"]))
+def test_verify_misses_any_file_that_is_lost(tmp_path: Path, form: str) -> None:
+    """Each of the others is sound by its checksum."""
+    if form == "legacy":
+        megatron_legacy_peer.write(tmp_path / "save", *FORMS["buckets"])
+    else:
+        peer_form = megatron_peer.Form("fully_reshardable", 2, has_file=True)
+        megatron_peer.write(tmp_path / "save", megatron_peer.gpt(), peer_form)
+    done("verify", tmp_path / "save")
+    for path in [path for path in (tmp_path / "save").rglob("*") if path.is_file()]:
+        away = path.rename(tmp_path / "away")
+        finished = run_here("verify", tmp_path / "save")
+        assert finished.code in (3, 4) and "sound" not in finished.out, (path, finished)
+        away.rename(path)
+
+
 @pytest.mark.parametrize("form", ["torch_dist", "buckets of torch_dist", "a file of torch_dist", "legacy"])
 def test_files_are_held_against_the_checksums_that_megatron_keeps(tmp_path: Path, form: str) -> None:
     """A bit is flipped here and there: nothing else is ever made of it, and no verdict says that it is sound."""

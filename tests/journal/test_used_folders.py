@@ -257,5 +257,13 @@ def test_a_slice_that_a_killed_run_left_is_no_checkpoint(tmp_path: Path, option:
         assert killed_before(arguments(), dst, number)
         if run_here("transform", dst, tmp_path / f"read{number}", "--verify").code == 0:
             read.append(reshard_mpi.load_rank(0, tmp_path / f"read{number}")["w"])
+        # A copy without times, in which the shard is newer than the record of the run.
+        copy = tmp_path / f"copy{number}"
+        shutil.copytree(dst, copy, copy_function=shutil.copyfile)
+        for path in copy.rglob("*.json"):
+            os.utime(path, ns=(path.stat().st_mtime_ns - 10**9,) * 2)
+        partials = [*copy.glob("rank_0/.*.partial")]
+        if run_here("transform", copy, tmp_path / f"reread{number}", "--verify").code == 0 and partials:
+            read.append(reshard_mpi.load_rank(0, tmp_path / f"reread{number}")["w"])
     assert all(np.array_equal(values, olds) or np.array_equal(values, news) for values in read)
     assert len(read) < len(numbers)
