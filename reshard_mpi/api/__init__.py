@@ -205,7 +205,7 @@ def verify(
     Raises DamageError for the first damage, with tensor, file and byte, and how many more there are; another
     ReshardError if the two cannot be compared, or if `source` keeps no sums.
     """
-    request = request_of(locals() | {"target": source if target is None else target})._replace(recorded=False)
+    request = request_of(locals() | {"target": source if target is None else target})._replace(keeps_journal=False)
     if request.rank == ():
         raise UsageError("rank names no rank", expected="one rank or more, or None for all", got="none")
     work = Task.VERIFY_ALONE if target is None else Task.VERIFY_PAIR
@@ -261,7 +261,7 @@ def diff(
     Raises DifferenceError for the first difference, with tensor, element, values and places, and how many more there
     are; another ReshardError if the two cannot be compared.
     """
-    request = request_of(locals(), source="first", target="second")._replace(recorded=False)
+    request = request_of(locals(), source="first", target="second")._replace(keeps_journal=False)
     in_numbers = check_flag(values, "values")
     if not in_numbers and (request.atol or request.rtol):
         raise UsageError("atol and rtol go with values", expected="values=True", got="a tolerance alone")
@@ -306,7 +306,7 @@ def audit(
     Raises a ReshardError if there is no checkpoint, or an option does not fit it.
     """
     begin = time.monotonic()
-    request = request_of(locals())._replace(recorded=False)
+    request = request_of(locals())._replace(keeps_journal=False)
     outcome = outcome_of(request, check_count(jobs, "jobs"), comm, Task.AUDIT, progress=progress)
     return AuditReport.of(request.source, outcome, time.monotonic() - begin)
 

@@ -20,7 +20,7 @@ from reshard_mpi.journal.provenance import FileState
 from reshard_mpi.options import check_flag
 from reshard_mpi.planning.rank_plan import meeting
 from reshard_mpi.planning.target_tensors import Policy
-from reshard_mpi.runs.maps_and_packing import apply_map
+from reshard_mpi.runs.maps_and_packing import planner_with_maps
 from reshard_mpi.runs.outcome import Overflow, overflow_warnings
 from reshard_mpi.runs.planner import Planner
 from reshard_mpi.runs.progress import log
@@ -206,7 +206,7 @@ class _Origin(NamedTuple):
             strategies.target,
             Policy(request.unlisted, request.strict, request.replicas, request.accumulated),
         )
-        planner, digests = apply_map(request, planner)
+        planner, digests = planner_with_maps(request, planner)
         if check:
             (plan,), outcome = plan_alone(planner, [rank])
             log(outcome.notes, outcome.warnings)

@@ -96,7 +96,7 @@ def transform_checkpoints(
     check_text(output_format, "output_format")  # None is no format here
     named = {"source": "src_checkpoints_dir", "target": "dst_checkpoints_dir", "prefix": "ckpt_prefix"}
     request = request_of(locals(), to="output_format", **named, **_FILES)
-    request = request._replace(overwrite=True, recorded=False)
+    request = request._replace(overwrite=True, keeps_journal=False)
     return run(request, processes, comm, progress=progress)
 
 
@@ -140,7 +140,7 @@ def transform_checkpoint_by_rank(
     listed = check_files(checkpoint_files_map, "checkpoint_files_map")
     source = str(Path(next(iter(listed.values()), "")).parent)
     request = request._replace(source=source, source_by_rank=listed, target=str(path.parent), target_file=str(path))
-    return run(request._replace(to=name, rank=(rank_id,), recorded=False), 1, None, progress=progress)
+    return run(request._replace(to=name, rank=(rank_id,), keeps_journal=False), 1, None, progress=progress)
 
 
 @public
@@ -201,7 +201,7 @@ def _request_of_files(request: Request, choose: _Choose | None) -> Request:
     one name or leaves none, WrongTypeError if it returns neither a bool nor a text, and a ReshardError if the
     checkpoint cannot be planned.
     """
-    request = request._replace(to=_FORMAT, recorded=False)
+    request = request._replace(to=_FORMAT, keeps_journal=False)
     with RunMemory(lambda: request.allowance, SerialComm(), Progress()) as memory:
         planner = open_run(request._replace(target="", part=None), memory).planner
         plan = planner.plan(0, checked=False)

@@ -91,7 +91,9 @@ def sample_findings(
             _require_homes(source, [tensor for tensor in sampled if tensor.home_stage is not None], pair, excerpts)
             if pair.first == pair.second:
                 continue
-            compared = list(_compared(sampled, pair, first, second, excerpts, is_recorded=source.files.is_recorded))
+            compared = list(
+                _compared(sampled, pair, first, second, excerpts, is_recorded=source.files.has_recorded_strategy)
+            )
             compared = [tensor for tensor in compared if not _is_damage(tensor, pair, source)]
             if any(tensor.one_part and tensor.differs for tensor in compared):
                 damage = next((error for rank in pair[:2] if (error := source.check_crc(rank)) is not None), None)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from reshard_mpi.checkpoints.quantized_source import with_quantization
 from reshard_mpi.checkpoints.refuse_sources import require_full
 from reshard_mpi.checkpoints.shard_files import ShardFiles, common_name, in_its_rank
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint, locate
-from reshard_mpi.errors import ReshardError, SourceError, StrategyError, as_reshard_error
+from reshard_mpi.errors import LayoutError, ReshardError, SourceError, StrategyError, as_reshard_error
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.filesystem.paths import real_path
 from reshard_mpi.formats.manifest import Manifest
@@ -28,10 +29,13 @@ from reshard_mpi.journal.record_files import STATE
 from reshard_mpi.planning.rank_plan import CHOSEN_FILES, SharedFact
 from reshard_mpi.planning.shared_facts import require_one_checkpoint
 from reshard_mpi.planning.source_flaws import modified_warning
+from reshard_mpi.planning.source_tensors import SourceTensors
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.quantization.weights import SCHEME_TEXT
 from reshard_mpi.sharding import strategy_table
-from reshard_mpi.sharding.strategy import Strategy, unsharded
+from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.placement import Placement
+from reshard_mpi.sharding.strategy import Strategy, everywhere, find_or_follow, unsharded
 from reshard_mpi.text import shortened
 
 if TYPE_CHECKING:
@@ -66,7 +70,7 @@ def open_source(
         strategy = described
         if described is None:
             strategy = _recorded(files)
-            files = files._replace(is_recorded=strategy is not None)
+            files = files._replace(has_recorded_strategy=strategy is not None)
         if strategy is None and len(files.by_rank) == 1:
             _require_whole_run(files)
     elif described is not None:
@@ -266,6 +270,47 @@ def _recorded_otherwise(run: RunOfFiles, strategy: Strategy) -> Strategy | None:
     tables = (strategy_of_run(folder, run.digest) for folder in run.folders)
     table = next((each for each in tables if each is not None), None)
     return None if table is None or table[0] == strategy_table.dumps(strategy) else strategy_table.loads(*table)
+
+
+def require_recorded_cut(source: SourceCheckpoint, tensors: SourceTensors, names: Iterable[str]) -> None:
+    """Raise StrategyError if the source's strategy and the record of the run that made the shards disagree on cuts.
+
+    Both must give each opened shard the same box of the whole tensor that follows from the strategy.
+
+    Args:
+        tensors: of opened shards; names: of those that are looked at.
+    """
+    recorded = source.recorded_strategy
+    if recorded is None:
+        return
+    alike = set()
+    for name in names:
+        group = tensors.group(name)
+        before = find_or_follow(recorded, name, partial(tensors.same_shape, name)) or (everywhere(recorded),)
+        if group.has_whole_sums:
+            before = tuple(placement.changed(optimizer=1) for placement in before)
+        if (group, before) in alike:
+            continue
+        alike.add((group, before))
+        for rank in group.ranks:
+            own = next(layout for layout in group.layouts if source.strategy.of_rank([layout.placement], rank))
+            placement = recorded.of_rank(before, rank)
+            if placement is not None and not _is_cut_so(placement, own, rank):
+                raise StrategyError(
+                    "the source strategy cuts a tensor otherwise than the run that has made these shards",
+                    expected=f"{name!r}: {placement.cuts_text}, as {recorded.origin} says",
+                    got=f"{own.placement.cuts_text}: ranks would hold other parts",
+                    where=f"{source.files.path} and {source.strategy.origin or 'the source strategy'}",
+                    remedy="leave the strategy out, or give the run's --dst-strategy",
+                )
+
+
+def _is_cut_so(placement: Placement, layout: Layout, rank: int) -> bool:
+    """Tell whether a placement gives a rank the same box of a tensor as a layout."""
+    try:
+        return Layout(placement, layout.shape).box(rank) == layout.box(rank)
+    except LayoutError:
+        return False
 
 
 def _require_whole_run(files: ShardFiles) -> None:

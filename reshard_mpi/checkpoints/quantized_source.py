@@ -75,8 +75,8 @@ def with_quantization(source: SourceCheckpoint) -> SourceCheckpoint:
     weights = {weight.stored: StoredWeight(weight, whole[weight.stored]) for weight in checked}
     source.quantization = QuantizedWeights(text, weights, where)
     source.strategy = source.quantization.placing(source.strategy, "source")
-    if source.recorded is not None:
-        source.recorded = source.quantization.placing(source.recorded, "source")
+    if source.recorded_strategy is not None:
+        source.recorded_strategy = source.quantization.placing(source.recorded_strategy, "source")
     return source
 
 

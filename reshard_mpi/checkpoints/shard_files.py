@@ -55,7 +55,7 @@ class ShardFiles(NamedTuple):
     modified: tuple[ModifiedShard, ...] = ()  # may be copies of others, as records tell
     # whether the run that wrote the files has recorded how they are cut, so that they say it as much as files that
     # describe themselves
-    is_recorded: bool = False
+    has_recorded_strategy: bool = False
     strategy: Strategy | None = None  # by which slices in the files of a folder join, where these need one
     config: str | None = None  # the file that says how the checkpoint is quantized, if the caller names one
     looks: FirstLooks | None = None  # of the files, each before anything was read of it; None: nobody asks for them

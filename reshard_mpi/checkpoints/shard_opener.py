@@ -8,10 +8,10 @@ among them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
-from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple
 
+from reshard_mpi.checkpoints.opening import require_recorded_cut
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.errors import CoverageError, DisagreementError, LayoutError, ReshardError, StrategyError
 from reshard_mpi.formats.manifest import Manifest
@@ -19,17 +19,9 @@ from reshard_mpi.planning.rank_choice import needed_ranks, wants
 from reshard_mpi.planning.source_flaws import UnusableShard, errors_text
 from reshard_mpi.planning.source_tensors import SourceTensors
 from reshard_mpi.planning.target_tensors import Policy, TargetTensors
-from reshard_mpi.sharding.layout import Layout, UnknownLengthError
+from reshard_mpi.sharding.layout import UnknownLengthError
 from reshard_mpi.sharding.placement import Placement
-from reshard_mpi.sharding.strategy import (
-    Pattern,
-    Strategy,
-    Unlisted,
-    everywhere,
-    find_or_follow,
-    is_dropped,
-    listed_names,
-)
+from reshard_mpi.sharding.strategy import Pattern, Strategy, Unlisted, find_or_follow, is_dropped, listed_names
 
 # The first ranks of a stage that are looked at, and as many of the last ones, which hold uneven parts.
 _LOOKED_AT = 8
@@ -60,47 +52,6 @@ def require_consistent_source(source: SourceCheckpoint) -> None:
             except (DisagreementError, LayoutError) as error:
                 error.where += f"; {source.location_text}" if source.missing else ""
                 raise
-
-
-def require_recorded_cut(source: SourceCheckpoint, tensors: SourceTensors, names: Iterable[str]) -> None:
-    """Raise StrategyError if the strategy cuts tensors otherwise than the run has recorded that has made their shards.
-
-    Of the whole tensor that follows from the strategy, each opened shard must hold the same box by the record.
-
-    Args:
-        tensors: of opened shards; names: of those that are looked at.
-    """
-    recorded = source.recorded
-    if recorded is None:
-        return
-    alike = set()
-    for name in names:
-        group = tensors.group(name)
-        before = find_or_follow(recorded, name, partial(tensors.same_shape, name)) or (everywhere(recorded),)
-        if group.has_whole_sums:
-            before = tuple(placement.changed(optimizer=1) for placement in before)
-        if (group, before) in alike:
-            continue
-        alike.add((group, before))
-        for rank in group.ranks:
-            own = next(layout for layout in group.layouts if source.strategy.of_rank([layout.placement], rank))
-            placement = recorded.of_rank(before, rank)
-            if placement is not None and not _is_cut_so(placement, own, rank):
-                raise StrategyError(
-                    "the source strategy cuts a tensor otherwise than the run that has made these shards",
-                    expected=f"{name!r}: {placement.cuts_text}, as {recorded.origin} says",
-                    got=f"{own.placement.cuts_text}: ranks would hold other parts",
-                    where=f"{source.files.path} and {source.strategy.origin or 'the source strategy'}",
-                    remedy="leave the strategy out, or give the run's --dst-strategy",
-                )
-
-
-def _is_cut_so(placement: Placement, layout: Layout, rank: int) -> bool:
-    """Tell whether a placement gives a rank the same box of a tensor as a layout."""
-    try:
-        return Layout(placement, layout.shape).box(rank) == layout.box(rank)
-    except LayoutError:
-        return False
 
 
 _MAX_NAMED = 5

@@ -59,7 +59,7 @@ class SourceCheckpoint:
     Args:
         opened: manifests by rank that are not checked yet.
         damage: why shards cannot be read, by rank.
-        recorded: the strategy in the record of the run that has made the shards, where the caller gives another one.
+        recorded_strategy: that in the record of the run that has made the shards, where the caller gives another one.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class SourceCheckpoint:
         strategy: Strategy,
         opened: Mapping[int, Manifest] = {},
         damage: Mapping[int, ReshardError] = {},
-        recorded: Strategy | None = None,
+        recorded_strategy: Strategy | None = None,
     ) -> None:
         self.files = files
         self.strategy = strategy
-        self.recorded = recorded
+        self.recorded_strategy = recorded_strategy
         self._unchecked = dict(opened)
         self._manifests: OrderedDict[int, Manifest] = OrderedDict()
         self._damage = dict(damage)

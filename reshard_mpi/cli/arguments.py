@@ -384,7 +384,7 @@ def request(options: argparse.Namespace) -> Request:
         if name in Request._fields
     }
     given["target"] = getattr(options, "target", None) or options.source
-    return Request.of(given)._replace(recorded=options.command not in ("verify", "diff", "audit"))
+    return Request.of(given)._replace(keeps_journal=options.command not in ("verify", "diff", "audit"))
 
 
 # The commands that take no addresses in object stores.

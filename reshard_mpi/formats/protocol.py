@@ -114,7 +114,7 @@ class FolderFormat(Format, Protocol):
         """Return the name of the file of a target in the folder."""
 
     def index_files(self, files: Sequence[Manifest]) -> Mapping[str, bytes]:
-        """Return the contents of `FormatInfo.index_files`, by name, as far as the checkpoint has them.
+        """Return the contents of `FormatInfo.index_names`, by name, as far as the checkpoint has them.
 
         Args:
             files: all files of the checkpoint, which lie in the folder, by target rank.

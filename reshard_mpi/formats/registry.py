@@ -55,7 +55,8 @@ class FormatInfo(NamedTuple):
     # these bytes near its beginning, since others use its name too
     marks: tuple[str, ...] = ()
     index_says: bytes = b""
-    also_marked_as: tuple[str, ...] = ()  # names of formats whose marks its folders have as well, and which read less
+    # names of formats whose marks its folders have as well, and which would read less of them
+    also_marked_as: tuple[str, ...] = ()
     before_index: tuple[str, ...] = ()  # names of files that belong to the index, and are written before it
     # the pattern of the names of a checkpoint's files, which mark their folder as well
     parts: re.Pattern[str] | None = None
@@ -92,7 +93,7 @@ class FormatInfo(NamedTuple):
     types_own_loader_refuses: tuple[str, ...] = ()
     own_loader_refuses_empty: bool = False  # whether that framework refuses a shard of nothing
 
-    def index_files(self, prefix: object = "") -> tuple[str, ...]:
+    def index_names(self, prefix: object = "") -> tuple[str, ...]:
         """Return the names of the files that are written when all others are complete, in order.
 
         The last of them makes the folder a checkpoint: the index; or, of a format that packs, what names the folder of

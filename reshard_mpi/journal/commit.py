@@ -289,7 +289,7 @@ def _require_still_complete(opened: _LockedFolder, identity: RunIdentity, record
     folder = listed_anew(opened.folder.path).path
     for record in records:
         if not is_in_place(folder, identity, record.rank, record.file):
-            uncommit(opened.folder, identity.index_files)
+            uncommit(opened.folder, identity.index_names)
             raise _not_as_made(folder, record.rank, "was replaced while the targets were committed")
 
 
@@ -309,7 +309,7 @@ def _index_files(folder: Path, identity: RunIdentity, records: Sequence[TargetRe
     if folder_format is None:
         return {}
     contents = folder_format.index_files(files)
-    return {name: contents[name] for name in identity.index_files if name in contents}
+    return {name: contents[name] for name in identity.index_names if name in contents}
 
 
 def _sums(records: Sequence[TargetRecord]) -> dict[str, int]:
@@ -406,7 +406,7 @@ def _as_text(
     if sums:
         head["sums"] = {name: f"{sums[name]:08x}" for name in sorted(sums)}
     if index_digests:
-        last = identity.index_files[-1]
+        last = identity.index_names[-1]
         head["index"] = index_digests[last]
         if len(index_digests) > 1:
             head["before_index"] = {name: digest for name, digest in index_digests.items() if name != last}

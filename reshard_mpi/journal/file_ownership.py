@@ -124,9 +124,9 @@ def require_own_index(folder: Path, identity: RunIdentity, is_begun: Callable[[]
         is_begun: tells whether the folder's records are those of this run. It is asked after a file has been seen,
             since another process may begin the run, and end it, meanwhile.
     """
-    for name in identity.index_files:
+    for name in identity.index_names:
         if is_taken(folder / name):
-            is_own = is_begun() and name in own_index_files(folder, identity)
+            is_own = is_begun() and name in own_index_names(folder, identity)
             # It is looked for again: another process may have begun to make a target anew, and removed it.
             if not is_own and is_taken(folder / name):
                 raise TargetError(
@@ -146,13 +146,13 @@ def require_own_index(folder: Path, identity: RunIdentity, is_begun: Callable[[]
         )
 
 
-def own_index_files(folder: Path, identity: RunIdentity) -> tuple[str, ...]:
+def own_index_names(folder: Path, identity: RunIdentity) -> tuple[str, ...]:
     """Return the names of the index files in a folder that the recorded run `identity` has written.
 
     They are as they were committed. Any other is damaged, or has no commit record yet, while all targets are complete
     and nobody else's shard lies there that it may list.
     """
-    lying = tuple(name for name in identity.index_files if is_taken(folder / name))
+    lying = tuple(name for name in identity.index_names if is_taken(folder / name))
     own = _committed_index(folder) if lying else ()
     return lying if not {*lying} <= {*own} and _are_all_in_place(folder, identity) else own
 
@@ -357,7 +357,7 @@ def leftover_index(folder: Path, identity: RunIdentity) -> tuple[str, ...]:
     staying = shards.difference(leftovers(folder, identity), _target_files(identity))
     if any(is_taken(folder / file) for file in staying):
         return ()
-    return tuple(name for name in own_index_files(folder, earlier) if not names_another_save(folder, earlier, name))
+    return tuple(name for name in own_index_names(folder, earlier) if not names_another_save(folder, earlier, name))
 
 
 def _given_up(folder: Path, earlier: RunIdentity) -> Iterator[tuple[str, int]]:
@@ -374,7 +374,7 @@ def _given_up(folder: Path, earlier: RunIdentity) -> Iterator[tuple[str, int]]:
                 yield file, rank
 
 
-def remove_earlier_run(folder: Folder, state: Folder, identity: RunIdentity, index_files: Iterable[str]) -> None:
+def remove_earlier_run(folder: Folder, state: Folder, identity: RunIdentity, index_names: Iterable[str]) -> None:
     """Remove indexes and the commit record, what `leftovers` finds with its records, and partial files of that run.
 
     Records of a save that stays go too: those of this run take their places one by one.
@@ -386,7 +386,7 @@ def remove_earlier_run(folder: Folder, state: Folder, identity: RunIdentity, ind
         rank_folder, _, name = path.rpartition("/")
         with folder.inner(rank_folder or ".") as inner:
             inner.require_removable(name)
-    uncommit(folder, (*leftover_index(folder.path, identity), *index_files))
+    uncommit(folder, (*leftover_index(folder.path, identity), *index_names))
     if earlier is not None and other_saves(earlier, identity):
         for rank in recorded_ranks(state.path):
             state.remove(record_path(state.path, rank).name)

@@ -229,7 +229,7 @@ class ObjectJournal(Journal):
             if not self._is_single_writer:
                 self._require_conditions(place, content, earlier)
             if self._overwrite:
-                remove_earlier_run(folder, state, self.identity, self._index_files)
+                remove_earlier_run(folder, state, self.identity, self._index_names)
             if earlier is not None or self._is_single_writer:
                 object_folders.put(place, content, instead_of=None if self._is_single_writer else earlier)
         self.check()
@@ -294,7 +294,7 @@ class ObjectJournal(Journal):
             if is_taken(path):
                 self._require_recorded(target_rank, path)
             self._require_own_index()
-        uncommit(ObjectFolder.open(self.folder), self._index_files)
+        uncommit(ObjectFolder.open(self.folder), self._index_names)
         was_there = is_taken(path)
         state.remove(record_path(self._state, target_rank).name)
 
@@ -355,7 +355,7 @@ class ObjectJournal(Journal):
         """
         if self._recorded_state(ObjectPlace.of(self.folder / COMMIT_RECORD)) is not None:
             object_folders.forget_below(self._place)
-            uncommit(ObjectFolder.open(self.folder), self._index_files)
+            uncommit(ObjectFolder.open(self.folder), self._index_names)
         file = path.relative_to(self.folder).as_posix()
         own = self.identity.digest, target_rank, file, state.size_bytes, state.modified_ns
         folder = ObjectFolder(self._state)

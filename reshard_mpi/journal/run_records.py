@@ -123,9 +123,9 @@ class RunIdentity(NamedTuple):
         return str(self.facts.get("to", formats.DEFAULT))
 
     @property
-    def index_files(self) -> tuple[str, ...]:
+    def index_names(self) -> tuple[str, ...]:
         """The names of the files that are written when all targets are complete, in order."""
-        return formats.info(self.format).index_files(self.facts.get("prefix", ""))
+        return formats.info(self.format).index_names(self.facts.get("prefix", ""))
 
     @property
     def target_ranks(self) -> int:
@@ -291,7 +291,7 @@ class CommitRecord(NamedTuple):
         run = RunIdentity.of(settings)
         digests = {
             **record_files.table(facts.get("before_index", {})),
-            **dict.fromkeys(run.index_files[-1:], facts.get("index")),
+            **dict.fromkeys(run.index_names[-1:], facts.get("index")),
         }
         # Every rank has its line, from 0 on.
         if not targets or len(files) < len(targets) or max(files) >= len(files):
@@ -308,7 +308,7 @@ class CommitRecord(NamedTuple):
                 for source in sources
             ),
             run,
-            {name: record_files.sha256(digests[name]) for name in run.index_files if digests.get(name) is not None},
+            {name: record_files.sha256(digests[name]) for name in run.index_names if digests.get(name) is not None},
             {target["rank"]: record_files.sha256(target["besides"]) for target in targets if "besides" in target},
         )
 

@@ -92,12 +92,12 @@ def target_folder(folder: Folder, path: Path) -> AbstractContextManager[Folder]:
     return contextlib.nullcontext(folder) if path.parent == folder.path else folder.made_inner(path.parent.name)
 
 
-def uncommit(folder: Folder, index_files: Sequence[str]) -> None:
+def uncommit(folder: Folder, index_names: Sequence[str]) -> None:
     """Remove and sync the commit record of a target folder, and files of an index, the last of them first.
 
     That one makes the folder a checkpoint.
     """
-    removed = [_remove(folder, name) for name in (*reversed(index_files), COMMIT_RECORD)]
+    removed = [_remove(folder, name) for name in (*reversed(index_names), COMMIT_RECORD)]
     if any(removed):
         folder.sync()
 

@@ -101,7 +101,7 @@ class Journal:
         self.identity = identity
         self._strategy = strategy
         self._state = folder / STATE
-        self._index_files = identity.index_files
+        self._index_names = identity.index_names
         self._resume = resume
         self._overwrite = overwrite
 
@@ -227,7 +227,7 @@ class Journal:
                 is_new = read_json(run) is None
                 if self._overwrite and not self._is_begun():
                     is_new = True
-                    remove_earlier_run(folder, state, self.identity, self._index_files)
+                    remove_earlier_run(folder, state, self.identity, self._index_names)
                 if is_new or self._is_begun():
                     self._keep_strategy(state)
                 if is_new:
@@ -262,7 +262,7 @@ class Journal:
             self._require_still_own(state, target_rank, path)
             if not self._overwrite:
                 self._require_own_index()
-            uncommit(folder, self._index_files)
+            uncommit(folder, self._index_names)
             if is_taken(path) or os.fstat(lock).st_size:  # else there is nothing to note, and nothing was noted
                 note_replaceable(lock, path)
             record = record_path(self._state, target_rank).name
@@ -342,7 +342,7 @@ class Journal:
             )
 
     def _require_own_index(self) -> None:
-        if any(is_taken(self.folder / name) for name in (COMMIT_RECORD, *self._index_files)):
+        if any(is_taken(self.folder / name) for name in (COMMIT_RECORD, *self._index_names)):
             require_own_index(self.folder, self.identity, self._is_begun)
 
     def _require_still_own(self, state: Folder, target_rank: int, path: Path) -> None:

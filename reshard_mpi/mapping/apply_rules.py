@@ -82,8 +82,8 @@ def applied(
     Args:
         rules: None: every tensor keeps its name and shape.
         forward: the direction; None: as the names tell.
-        like: decides which equations apply, and in which order tensors are; what is made must be alike, of what
-            `choice` takes.
+        like: decides which equations apply, and in which order tensors are. What is made must be what it has, as far
+            as `choice` takes it.
         settings: of the source's optimizer.
         settings_of_target: of that in the checkpoint which the last of several maps is to make one like.
 

@@ -1,4 +1,4 @@
-"""Apply maps by `chain` to a training file, whose numbers become names before (`applied_to_file`).
+"""Apply maps to a training file: name the numbers of its optimizer, then apply them in turn (`applied_to_file`).
 
 A map speaks of parameters by their names, and of the state of `w` as `optimizer.state.w.exp_avg`; a file may have
 numbers for names, and everything below a key like `model`. This is between the two, on both sides. Of several maps each
@@ -70,8 +70,8 @@ def applied_to_file(
         rules: of the maps; if there are none, every tensor keeps its name and shape.
         choice, like: of what the last makes.
 
-    In a whole training whose optimizer goes by names, maps see the names below `model.`, and whole names only if they
-    fit none of those; so they do in one that the target is to be like.
+    In a whole training whose optimizer goes by names, maps see names without `model.`, and whole names only if they fit
+    none of these. The same holds for the checkpoint of `like`.
     """
     if not rules:
         training = NO_TRAINING

@@ -38,7 +38,7 @@ def followed(
     direction: Direction,
     like: TemplateShapes | None,
 ) -> Iterator[Match]:
-    """Yield the state that follows parameters: parameters in `matches`, and for `rules.states` unmapped ones too.
+    """Yield how state follows its parameters: those in `matches` and, by `rules.states`, also those that none takes.
 
     Args:
         left: the names of tensors that no equation has taken.
@@ -196,7 +196,7 @@ def made_in(
     parameters: Sequence[MadeParameter],
     where: str,
 ) -> tuple[list[MadeParameter], frozenset[str]]:
-    """Return the parameters made of an optimizer's, all by the names that optimizers have for them, and those left out.
+    """Return the parameters made of an optimizer's, each by the name that the optimizer has for it, and those left out.
 
     These are names of tensors; or names as their state has them (`optim.state.fc.weight.exp_avg`); or else the names of
     tensors without what all of the model's begin with (`model.fc.weight`).
@@ -230,7 +230,9 @@ def made_below(
     parameters: Sequence[MadeParameter],
     where: str,
 ) -> tuple[list[MadeParameter], frozenset[str]]:
-    """Return the parameters made of others whose names lack the beginning that the model's tensors have, and the rest.
+    """Return what is made of `left`, and the rest of them, where names lack what all of the model's begin with.
+
+    There is no rest if no beginning fits.
 
     Args:
         left: the parameters; names: these and others of the optimizer. The others as in `made_in`.

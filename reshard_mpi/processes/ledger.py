@@ -4,8 +4,8 @@ A ledger is one file. Each process has a record in it, and keeps that record loc
 until it gives its lease back. The kernel removes the lock when the process ends, whatever its PID namespace: a record
 that is not locked is free, whatever it says. The head of the file is locked while a record is taken, or a lease is
 granted or grows. All are open file description locks: unlike those of a process, they hold between threads, and they do
-not go when another descriptor of the file is closed. They would go on in a fork of a process that has ended, so a fork
-lets go of them as it begins.
+not go when another descriptor of the file is closed. A fork shares them with its parent, and would hold them after the
+parent has ended; so a fork closes its copies of these files as it begins, and the parent keeps the locks.
 
 Processes in line look again and again, and the more seldom the further behind they are. Only the first asks whether its
 claim fits, and it does so without the lock of the head. One that is stopped is passed by those behind it; when it goes

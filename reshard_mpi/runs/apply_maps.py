@@ -72,7 +72,7 @@ class MapsOutcome(NamedTuple):
     warnings: tuple[str, ...]  # of how the source is cut, and of values that do not follow their tensors
     packed: Packed | None  # the files that the result is packed into
     kinds: Mapping[str, TensorType]  # of the whole tensors that the maps make
-    whole: RankPlan  # of these, if they are packed
+    unpacked_plan: RankPlan  # of the maps' result before it is packed; of the source if nothing packs
     quantization: QuantizedWeights | None = None  # the quantized weights that the maps make
     dequantized: Sequence[QuantizedWeight] = ()  # the weights that are dequantized before
 
@@ -138,7 +138,7 @@ class SourceMaps(NamedTuple):
             warnings=(*made_file.warnings, *ties_undone(tied, made_file.made)),
             packed=None,
             kinds=kinds,
-            whole=plan,
+            unpacked_plan=plan,
             quantization=quantization,
             dequantized=dequantizing,
         )
@@ -155,12 +155,12 @@ class SourceMaps(NamedTuple):
         *first, last = outcome.steps
         packed = packing.pack(outcome.kinds, outcome.manifest.strings, last.mapped.own_types)
         if packed is None:
-            return outcome._replace(whole=last.planned)
+            return outcome._replace(unpacked_plan=last.planned)
         last = last.in_own_types
-        outcome = outcome._replace(packed=packed, whole=last.planned)
+        outcome = outcome._replace(packed=packed, unpacked_plan=last.planned)
         _require_absent(packed.absent, [name for step in outcome.steps for name in step.mapped.left_out])
         parts = parts_of(packed, () if packing.by_file else packed.files, outcome.kinds)
-        steps = (*first, last, self._planned(parts, None, outcome.whole))
+        steps = (*first, last, self._planned(parts, None, outcome.unpacked_plan))
         manifest = outcome.manifest._replace(tensors=steps[-1].tensors, strings=dict(packed.strings))
         outcome = outcome._replace(steps=steps, manifest=manifest)
         if packing.by_file:

@@ -145,7 +145,7 @@ def stranger_notes(lying: Sequence[Path]) -> tuple[str, ...]:
 def require_no_strangers(
     folder: Path,
     format_name: str,
-    index_files: Collection[str],
+    index_names: Collection[str],
     every_path: Iterable[Path],
     own_paths: Iterable[Path],
     removed: Iterable[str],
@@ -153,11 +153,11 @@ def require_no_strangers(
     """Raise TargetError if a folder has foreign files that would be taken for a part of the checkpoint written there.
 
     Args:
-        index_files, every_path, own_paths: as for `lying_beside`.
+        index_names, every_path, own_paths: as for `lying_beside`.
         removed: the paths, relative to the folder, of files that are going to be removed.
     """
     expected = {folder / name for name in removed}
-    lying = lying_beside(folder, format_name, index_files, every_path, own_paths)
+    lying = lying_beside(folder, format_name, index_names, every_path, own_paths)
     strangers = [path.relative_to(folder) for path in lying if path not in expected]
     if strangers:
         raise TargetError(
@@ -170,22 +170,22 @@ def require_no_strangers(
 
 
 def lying_beside(
-    folder: Path, format_name: str, index_files: Collection[str], every_path: Iterable[Path], own_paths: Iterable[Path]
+    folder: Path, format_name: str, index_names: Collection[str], every_path: Iterable[Path], own_paths: Iterable[Path]
 ) -> list[Path]:
     """Return files in a target folder that may be taken for a part of the checkpoint written there, or for another one.
 
     Args:
-        index_files: the names of the files that are to make the folder a checkpoint.
+        index_names: the names of the files that are to make the folder a checkpoint.
         every_path: of the targets of all processes.
         own_paths: of those whose folders this process looks into.
     """
     if not is_folder(folder):
         return []
     targets = set(every_path)
-    marks = (folder / name for name in formats.marks_in(str(folder)) if name not in index_files)
-    pointers = (folder / name for name in pointers_in(str(folder)) if name not in index_files)  # which readers follow
+    marks = (folder / name for name in formats.marks_in(str(folder)) if name not in index_names)
+    pointers = (folder / name for name in pointers_in(str(folder)) if name not in index_names)  # which readers follow
     lying = (*marks, *pointers, *_shards_beside(folder, format_name, targets, own_paths))
-    own = targets.union(folder / name for name in index_files)
+    own = targets.union(folder / name for name in index_names)
     return [path for path in dict.fromkeys(lying) if path not in own]
 
 

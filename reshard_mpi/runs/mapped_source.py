@@ -86,7 +86,7 @@ class MappedCheckpoint(SourceCheckpoint):
 
     @property
     def stats(self) -> ShardStats:
-        """The sizes of shards and of the map's result; boxes of equations count as tensors, which are as large."""
+        """The sizes of shards and of the map's result. A box of an equation takes as much memory as a tensor."""
         own, outcome = self.original.source.stats, self._made
         if outcome is None:
             return own
@@ -149,7 +149,7 @@ class MappedCheckpoint(SourceCheckpoint):
     def planned_parts(self, parts: Sequence[Part]) -> PlannedTensors:
         """Return where parts of its tensors come from. Raises the error for what cannot be made."""
         outcome = self._opened()
-        made_parts, whole = parts_of(self.packed, [parts], outcome.kinds), outcome.whole
+        made_parts, whole = parts_of(self.packed, [parts], outcome.kinds), outcome.unpacked_plan
         made = MappedTensors(self.files.path, made_parts, whole)
         tensors, holes = made.planned()
         for error in holes.values():
@@ -203,7 +203,9 @@ class MappedCheckpoint(SourceCheckpoint):
         return tuple(target_warnings(self._opened().made, plan, self.maps.tensor_map.rules))
 
     def completed(self, plan: RankPlan, *, checked: bool) -> RankPlan:
-        """Return a target's plan with what planning the checkpoint as it is has shown.
+        """Add to a target's plan what planning the source without the map has shown, and return it.
+
+        That is shared facts, absent tensors, replicas to compare, lost shards, notes and warnings.
 
         Args:
             checked: as in `Planner.plan`; what is checked is checked by the first call.

@@ -1,4 +1,4 @@
-"""Choose how targets are made of a source besides cutting: by maps (`apply_map`) and by packing (`packing_of`).
+"""Choose how targets are made of a source besides cutting: by maps (`planner_with_maps`) and by packing (`packing_of`).
 
 All modules that read and apply maps are loaded only where there is a map, or something packs.
 """
@@ -97,7 +97,9 @@ def model_alone_of(request: Request, source: SourceCheckpoint, format_name: str)
     return Packing(lambda kinds, strings, _: model_alone(kinds, strings), by_file=False)
 
 
-def apply_map(request: Request, planner: Planner, packing: Packing | None = None) -> tuple[Planner, Mapping[str, str]]:
+def planner_with_maps(
+    request: Request, planner: Planner, packing: Packing | None = None
+) -> tuple[Planner, Mapping[str, str]]:
     """Return a planner of the targets through the request's maps, and digests of all files that decide its result.
 
     It is the given one if the request leaves all tensors as they are. Raises MapError if the map cannot be read,

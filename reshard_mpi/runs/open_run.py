@@ -18,7 +18,7 @@ from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.rank_choice import Accumulated, Replicas, check_target_rank
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.runs.check_places import refuse_overlap, refuse_posing, refuse_replacing
-from reshard_mpi.runs.maps_and_packing import apply_map, packing_of, require_target_options
+from reshard_mpi.runs.maps_and_packing import packing_of, planner_with_maps, require_target_options
 from reshard_mpi.runs.planner import Planner
 from reshard_mpi.runs.process_memory import RunMemory, Workload
 from reshard_mpi.runs.request import Request, Strategies
@@ -66,7 +66,7 @@ class Run(NamedTuple):
     def make_journal(self) -> Journal | Unrecorded:
         """Return the journal, which keeps the state of this run in the target folder."""
         request = self.request
-        if not request.recorded:
+        if not request.keeps_journal:
             from reshard_mpi.journal.target_folders import Unrecorded
 
             return Unrecorded(request.target, self._shared_index)
@@ -215,7 +215,7 @@ def open_run(
     # The commit has a sum of each whole tensor, not of each shard, so replicas must be compared in full.
     replicas = request.replicas if source_commit is None else Replicas.CHECK
     planner = _as_they_are(request, source, read.target, traits, replicas)
-    planner, map_digests = apply_map(request, planner, packing_of(request, source, name))
+    planner, map_digests = planner_with_maps(request, planner, packing_of(request, source, name))
 
     def reserve_to_plan(planner: Planner, targets: int) -> None:
         memory.reserve_for_planning(_workload(request, planner, name, targets), purpose)
@@ -287,7 +287,7 @@ def open_for_planning(request: Request, memory: RunMemory, *, most_planned: int)
 
 def _require_writable(request: Request, format_name: str) -> None:
     """Raise UsageError if the run cannot write this format as it is asked to."""
-    if formats.folder_by_name(format_name) is not None and not request.recorded:
+    if formats.folder_by_name(format_name) is not None and not request.keeps_journal:
         raise UsageError(
             f"a folder of the format {format_name} is written by runs that keep a record",
             expected="reshard-mpi transform, or reshard_mpi.transform",
@@ -318,7 +318,7 @@ def _target_format(request: Request, source_format: str) -> str:
     folder_format = formats.folder_by_name(name)
     if (
         folder_format is not None
-        and request.recorded
+        and request.keeps_journal
         and request.prefix not in ("", formats.DEFAULT_PREFIX)
         and folder_format.file_name(0, 1, "") == folder_format.file_name(0, 1, request.prefix)
     ):
@@ -339,7 +339,7 @@ def _require_possible_places(
     """
     if not request.target:
         return
-    if is_object_path(request.target) and not request.recorded:
+    if is_object_path(request.target) and not request.keeps_journal:
         raise UsageError(
             "targets in an object store are written by runs that keep a record",
             expected="reshard-mpi transform, or reshard_mpi.transform",

@@ -20,7 +20,7 @@ from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request
 from reshard_mpi.runs.target_plans import TargetPlans
-from reshard_mpi.runs.transform import checked_plans, compare_sources
+from reshard_mpi.runs.transform import checked_plans, compare_within_source
 from reshard_mpi.sharding.layout import whole_shape
 from reshard_mpi.sharding.placement import Shape
 from reshard_mpi.sharding.strategy import Strategy
@@ -175,7 +175,7 @@ def plan_targets(
 
     with RunMemory(lambda: request.allowance, comm, progress) as memory:
         plans, planned = checked_plans(make, comm, memory, progress)
-        outcome = compare_sources(plans, planned, comm, memory, progress)
+        outcome = compare_within_source(plans, planned, comm, memory, progress)
         summaries = [summary for share in together(comm, lambda: listing.summaries) for summary in share]
         planner = plans.run.planner
         lines: Iterable[str] = ()

@@ -121,8 +121,9 @@ class Planner:
         """Return the plan of one target rank, after its checks have passed.
 
         Args:
-            checked: whether to add what reading tensors shows (`with_facts_read`); False if it is known already. The
-                replicas in `plan.to_compare`, which targets share, are left to `compare_replicas.compare`.
+            checked: whether to read small values too and compare them (`with_facts_read`); False if that has been done
+                for this target. Replicas in `plan.to_compare` are never compared here: several targets share them, so
+                `compare_replicas.compare` does it once for all.
 
         Raises a ReshardError if the target cannot be made exactly.
         """

@@ -68,7 +68,7 @@ MAX_KEPT_PLANS = 4
 MAX_KEPT_PLANS_BYTES = 56 * MIB
 # At least one of several workers needs this much besides its own size, or none could finish.
 _WORK_BYTES = 24 * MIB
-# How much memory for a tensor that a worker has planned it never gives back.
+# Memory that a worker keeps until it ends, for each tensor that it has planned.
 _PLANNED_BYTES = 3 * KIB
 
 
@@ -131,7 +131,7 @@ class Projection(NamedTuple):
         source_form, target_form = formats.info(source.files.format), formats.info(target_format)
         per_shard, has_numpy = source.stats.tensors, not source.stats.is_as_stored
         known_bytes = _known_bytes(per_shard, source)
-        # Plans keep the names in their shards. If all shards have the same names, these are kept anyway.
+        # A kept plan keeps the names in its shards. With one stage all have the same, which are kept anyway.
         plan_bytes = _KEPT_PLAN_BYTES + (KEPT_TENSOR_BYTES if source.strategy.stages > 1 else 0)
         kept_bytes = min(MAX_KEPT_PLANS_BYTES, per_shard * min(MAX_KEPT_PLANS, targets) * plan_bytes)
         parameters = max(len(source.strategy.parameters), len(target.parameters))

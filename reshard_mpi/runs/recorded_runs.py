@@ -98,7 +98,7 @@ def made_otherwise(
     Others may come to the same, so it is an error only if the checkpoint is not what the request makes.
 
     Args:
-        digests: of the map, its configuration, and the checkpoint that it is like, as `apply_map` returns them.
+        digests: of the map, its configuration, and the checkpoint that it is like, as `planner_with_maps` returns them.
         chosen: the files of the source, as `chosen_files` calls them.
         run: the one that made it.
     """

@@ -71,7 +71,7 @@ class Request(NamedTuple):
     single_writer: bool = False  # nobody else writes to the target meanwhile, where a store keeps no conditions
     unlisted: Unlisted = Unlisted.FOLLOW  # handling of tensors in no strategy
     strict: bool = False  # refuse where there would be a warning
-    recorded: bool = True  # keep a journal in the target folder; without one, existing target files are replaced
+    keeps_journal: bool = True  # keep a journal in the target folder; without one, existing target files are replaced
     memory: str | int | None = None  # a size, "unlimited", or None for the environment's
     max_active: int | None = None  # processes of a host that may transform at once; None: any number
     verify: bool = False  # read sources and targets again, compare them, and keep sums

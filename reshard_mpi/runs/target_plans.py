@@ -339,12 +339,12 @@ class TargetPlans:
         if run.request.files is not None:
             files = run.request.files
             return stranger_notes(lying_beside(folder, files.read_as, (files.index_name,), every_path, ()))
-        index_files = formats.info(run.format).index_files(run.request.prefix)
-        if not run.request.recorded:
-            return stranger_notes(lying_beside(folder, run.format, index_files, every_path, own_paths))
+        index_names = formats.info(run.format).index_names(run.request.prefix)
+        if not run.request.keeps_journal:
+            return stranger_notes(lying_beside(folder, run.format, index_names, every_path, own_paths))
         removed = self.journal.leftovers()
         refuse_removing(run.planner.source.files, folder, removed)
-        require_no_strangers(folder, run.format, index_files, every_path, own_paths, removed)
+        require_no_strangers(folder, run.format, index_names, every_path, own_paths, removed)
         return ()
 
     def _skipped(self, rank: int) -> Outcome:

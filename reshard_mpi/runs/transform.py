@@ -6,8 +6,8 @@ return. Nothing is written before step 4.
 
 1. `checked_plans`: each process opens the run and plans its targets (`runs/target_plans`); all check that they agree.
 2. In it, with --verify: read the source's sums. A damaged shard is lost, and all is planned once more without it.
-3. `compare_sources`: compare replicas that must be the same, a sample, which shows if the strategy fits, and what a
-   format that packs must find the same.
+3. `compare_within_source`: compare replicas that must be the same, a sample, which shows if the strategy fits, and what
+   a format that packs must find the same.
 4. `_begin`: make the target folder ready.
 5. `write_targets`: write this process's targets. A target that fails does not stop the others.
 6. `_commit`, in process 0: commit the targets if all are complete.
@@ -68,7 +68,7 @@ def convert(
     """
     make = partial(TargetPlans.make, request, comm, memory, progress, strategies)
     plans, planned = checked_plans(make, comm, memory, progress)
-    outcome = compare_sources(plans, planned, comm, memory, progress)
+    outcome = compare_within_source(plans, planned, comm, memory, progress)
     together(comm, partial(_begin, plans, comm, memory, progress))
     if comm.rank == 0:  # not earlier, since a process alone may have started over until now
         progress.display.reading(plans.run.planner.source.summary_text)
@@ -78,7 +78,7 @@ def convert(
     progress.begin(stage, plans.own_bytes, plans.led_bytes)
     written = comm.allgather(write_targets(plans, comm, memory, progress))
     outcome = outcome._replace(processes=comm.size).joined(written)
-    if not request.recorded and request.files is None:
+    if not request.keeps_journal and request.files is None:
         return outcome
     # Even if targets have failed: another run may have made them meanwhile, and left it to this one to commit.
     commit = partial(_commit, plans, outcome) if comm.rank == 0 else Outcome
@@ -93,8 +93,8 @@ def checked_plans(
 
     Returns this process's plans, and what all processes say about theirs. If the targets will be verified, they are
     planned only from shards that fit their own checksums: one that does not is lost, and all is planned again without
-    it. A shard in an object store is not read for that if every tensor is copied unchanged: the sums that the store
-    tells of its copies are compared instead.
+    it. A shard in an object store is not read for this check if all tensors are copied unchanged: the sums that the
+    store tells of its copies are compared instead.
 
     Args:
         make: plans this process's targets; called once in each round, with what is known by then to be wrong with
@@ -222,7 +222,7 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
         raise error
 
 
-def compare_sources(
+def compare_within_source(
     plans: TargetPlans, planned: PlanReport, comm: Comm, memory: RunMemory, progress: Progress
 ) -> Outcome:
     """Compare replicas that must be the same; return the outcome of planning with what that shows (step 3)."""

@@ -36,7 +36,7 @@ from reshard_mpi.runs.check_commit import (
 )
 from reshard_mpi.runs.check_sums import damage_before_indexes
 from reshard_mpi.runs.diff import compare_copies
-from reshard_mpi.runs.maps_and_packing import apply_map
+from reshard_mpi.runs.maps_and_packing import planner_with_maps
 from reshard_mpi.runs.outcome import Checked, Outcome, agreed, together
 from reshard_mpi.runs.planner import LIMITS
 from reshard_mpi.runs.process_memory import RunMemory
@@ -187,7 +187,7 @@ def _in_names_of_the_model(request: Request, config: ModelConfig | None, opened:
     if not request.map:
         return _ShapesByName.of(opened.shapes, opened.source.quantization)
     path = None if config is None else str(config.path)
-    mapped, _ = apply_map(request._replace(config=path, like=None), opened.planner)
+    mapped, _ = planner_with_maps(request._replace(config=path, like=None), opened.planner)
     plan = mapped.plan(0, checked=False)
     shapes = {name: group.kind.shape for group in plan.tensors.groups for name in group.names}
     return _ShapesByName.of(shapes, mapped.planned_source.quantization)

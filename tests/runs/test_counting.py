@@ -135,8 +135,8 @@ def test_a_verification(tmp_path: Path, kind: str, crc: bool) -> None:
     c = make(tmp_path, kind)
     c.done("transform", "--verify", *(["--crc"] if crc else []))
     files_bytes = sum(c.written(rank).stat().st_size for rank in range(2))
-    assert counted(c, Task.VERIFY_PAIR, recorded=False).named("verifying").size_bytes == files_bytes
-    alone = Request(str(c.dst), str(c.dst), recorded=False)
+    assert counted(c, Task.VERIFY_PAIR, keeps_journal=False).named("verifying").size_bytes == files_bytes
+    alone = Request(str(c.dst), str(c.dst), keeps_journal=False)
     counting = Counting()
     Task.VERIFY_ALONE.run(alone, SerialComm(), counting)
     counting.assert_exact()
@@ -145,7 +145,7 @@ def test_a_verification(tmp_path: Path, kind: str, crc: bool) -> None:
 
 def test_a_comparison(c: Conversion) -> None:
     c.done("transform")
-    stage = counted(c, Task.DIFF, recorded=False).named("comparing")
+    stage = counted(c, Task.DIFF, keeps_journal=False).named("comparing")
     assert stage == ProgressStage("comparing", WHOLE_BYTES, 4, "tensor")
 
 
