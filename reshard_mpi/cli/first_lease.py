@@ -32,7 +32,7 @@ def take_first_lease() -> None:
     else:
         exit_when_terminated()
     try:
-        begin(sys.argv[1:])
+        take_lease_for(sys.argv[1:])
     except (KeyboardInterrupt, Terminated) as stop:
         end_if_stopped(stop)
 
@@ -54,7 +54,7 @@ def stopped_text(code: int, *, resumes: bool) -> str:
     return f"reshard-mpi: {word}{'; the same command with --resume goes on' if resumes else ''}"
 
 
-def begin(arguments: Sequence[str]) -> None:
+def take_lease_for(arguments: Sequence[str]) -> None:
     """Take the first lease of this process, if the command with these arguments needs memory.
 
     Wrong arguments are passed over; the command line reports them.

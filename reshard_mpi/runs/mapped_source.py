@@ -1,7 +1,7 @@
 """Present a source as maps make it, for `Planner`: one full checkpoint of one rank (`MappedCheckpoint`).
 
 The checkpoint is planned as one full one, in its own names and by its own strategy, with all the checks that belong to
-that (`apply_maps`). Of the shards' values only those are read that a map says are equal or padding, or that lie once in
+that (`source_maps`). Of the shards' values only those are read that a map says are equal or padding, or that lie once in
 a file which stands for two of them.
 """
 
@@ -28,9 +28,9 @@ from reshard_mpi.planning.rank_choice import is_partial_sum
 from reshard_mpi.planning.rank_plan import Limits, PlannedTensors, RankPlan, TensorPlan
 from reshard_mpi.planning.shared_facts import OWN
 from reshard_mpi.planning.source_flaws import MissingRanks, UnusableShard
-from reshard_mpi.runs.apply_maps import MapsOutcome, SourceMaps, notes_of_nest, notes_of_tensors, origins
 from reshard_mpi.runs.planner import Planner
 from reshard_mpi.runs.request_maps import TensorMap, require_equal, require_padding, target_warnings
+from reshard_mpi.runs.source_maps import MapsOutcome, SourceMaps, notes_of_nest, notes_of_tensors, origins
 from reshard_mpi.sharding.strategy import Strategy, Unlisted, unsharded
 
 if TYPE_CHECKING:
