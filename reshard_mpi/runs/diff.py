@@ -167,7 +167,7 @@ def _planned(
         of_ranks = findings.unlisted
         if comm.rank == 0:
             own = planner if planner.mapped is None else planner.mapped.original
-            of_ranks += own.with_facts_read(own.plan(0, checked=False)).differing
+            of_ranks += own.with_values_compared(own.plan(0, checked=False)).differing
         found = difference_messages(of_ranks, planner.source.files.path)
         notes_on_ranks += [f"{planner.source.files.path}: {note}" for note in found.notes]
         warnings += [f"{planner.source.files.path}: {warning}" for warning in found.warnings]

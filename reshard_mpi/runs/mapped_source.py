@@ -1,8 +1,8 @@
 """Present a source as maps make it, for `Planner`: one full checkpoint of one rank (`MappedCheckpoint`).
 
 The checkpoint is planned as one full one, in its own names and by its own strategy, with all the checks that belong to
-that (`source_maps`). Of the shards' values only those are read that a map says are equal or padding, or that lie once in
-a file which stands for two of them.
+that (`source_maps`). Of the shards' values only those are read that a map says are equal or padding, or that lie once
+in a file which stands for two of them.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class MappedCheckpoint(SourceCheckpoint):
         """
         if checked and not self._is_checked:
             outcome = self._opened()
-            whole = self.original.with_facts_read(outcome.plan)
+            whole = self.original.with_values_compared(outcome.plan)
             self.check_values()
             self._require_nobodys_own(outcome, whole)
             self._made, self._is_checked = outcome._replace(plan=whole), True

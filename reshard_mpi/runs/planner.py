@@ -121,7 +121,7 @@ class Planner:
         """Return the plan of one target rank, after its checks have passed.
 
         Args:
-            checked: whether to read small values too and compare them (`with_facts_read`); False if that has been done
+            checked: whether to read small values too and compare them (`with_values_compared`); False if that has been done
                 for this target. Replicas in `plan.to_compare` are never compared here: several targets share them, so
                 `compare_replicas.compare` does it once for all.
 
@@ -134,7 +134,7 @@ class Planner:
             if not checked:
                 return plan
             self.require_none_left_behind(plan, ShardShare(target_rank, self.target.world_size))
-            return self.with_facts_read(plan)
+            return self.with_values_compared(plan)
         try:
             opened = self.opener.open(target_rank)
             if self.mapped is None and not self.is_one_checkpoint:
@@ -170,7 +170,7 @@ class Planner:
             plan = plan._replace(notes=(*plan.notes, *notes_on(self.policy.accumulated, plan.gradients)))
         if checked:
             self.require_none_left_behind(plan, ShardShare(target_rank, self.target.world_size))
-            plan = self.with_facts_read(plan)
+            plan = self.with_values_compared(plan)
         if self.is_one_checkpoint:
             opened.require_one_copy()
             self.opener.require_written(opened)
@@ -204,7 +204,7 @@ class Planner:
         if lone is not None and self.source.strategy.world_size > 1 and lone.siblings():
             error.remedy = f"give {lone.checkpoint}, where the shards of the other ranks are"
 
-    def with_facts_read(self, plan: RankPlan) -> RankPlan:
+    def with_values_compared(self, plan: RankPlan) -> RankPlan:
         """Return a plan with all that reading tensors of the source shows. Raises what `plan` raises."""
         manifests = {rank: self.planned_source.manifest(rank) for rank in plan.source_ranks}
         counters = plain_counters(manifests.values())

@@ -125,7 +125,7 @@ class _ComparedCheckpoints(NamedTuple):
             return
         own = Planner(self.target, unsharded(), Policy(replicas=self.planner.policy.replicas))
         try:
-            own.with_facts_read(own.plan(0, checked=False))
+            own.with_values_compared(own.plan(0, checked=False))
         except DAMAGE as error:
             yield as_reshard_error(error, Path(files.path))
 

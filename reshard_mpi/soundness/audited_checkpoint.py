@@ -159,7 +159,7 @@ def open_audited(
     warnings = [drift_warning(findings.drifted)] if findings.drifted else []
     plan = planner.plan(0, checked=False)
     planner.require_none_left_behind(plan, ShardShare(comm.rank, comm.size))
-    differing = planner.with_facts_read(plan).differing if comm.rank == 0 else ()
+    differing = planner.with_values_compared(plan).differing if comm.rank == 0 else ()
     found = difference_messages((*findings.unlisted, *differing), files.path)
     peak_bytes = memory.possible_peak_bytes(plan) + (comparing_bytes(LIMITS) if plan.to_compare else 0)
     peak_bytes += _USED_NUMPY_BYTES + _BUFFER_BYTES + _CONTENT_BYTES * len(plan.tensors)
