@@ -121,9 +121,9 @@ class Planner:
         """Return the plan of one target rank, after its checks have passed.
 
         Args:
-            checked: whether to read small values too and compare them (`with_values_compared`); False if that has been done
-                for this target. Replicas in `plan.to_compare` are never compared here: several targets share them, so
-                `compare_replicas.compare` does it once for all.
+            checked: whether to read small values too and compare them (`with_values_compared`); False if that has been
+                done for this target. Replicas in `plan.to_compare` are never compared here: several targets share them,
+                so `compare_replicas.compare` does it once for all.
 
         Raises a ReshardError if the target cannot be made exactly.
         """
