@@ -47,7 +47,7 @@ def test_the_same_options_exclude_each_other_everywhere() -> None:
 
 def test_a_request_has_a_field_for_every_option() -> None:
     fields = Request._fields
-    assert OPTIONS.keys() - {"jobs"} | {"source", "target", "recorded", "report", *_OF_FUNCTIONS} == {*fields}
+    assert OPTIONS.keys() - {"jobs"} | {"source", "target", "keeps_journal", "report", *_OF_FUNCTIONS} == {*fields}
 
 
 def test_it_transforms_keeps_a_record_and_reports(c: Conversion) -> None:

@@ -38,7 +38,7 @@ def followed(
     direction: Direction,
     like: TemplateShapes | None,
 ) -> Iterator[Match]:
-    """Yield how state follows its parameters: those in `matches` and, by `rules.states`, also those that none takes.
+    """Yield how state follows its parameters: those in `matches` and, by `rules.states`, some that no equation takes.
 
     Args:
         left: the names of tensors that no equation has taken.
@@ -230,7 +230,7 @@ def made_below(
     parameters: Sequence[MadeParameter],
     where: str,
 ) -> tuple[list[MadeParameter], frozenset[str]]:
-    """Return what is made of `left`, and the rest of them, where names lack what all of the model's begin with.
+    """Return the parameters made of `left`, and the rest of these, where names lack the beginning of all the model's.
 
     There is no rest if no beginning fits.
 

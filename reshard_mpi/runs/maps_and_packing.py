@@ -1,4 +1,4 @@
-"""Choose how targets are made of a source besides cutting: by maps (`planner_with_maps`) and by packing (`packing_of`).
+"""Choose how targets are made of a source besides cutting: maps (`planner_with_maps`), packing (`packing_of`).
 
 All modules that read and apply maps are loaded only where there is a map, or something packs.
 """
