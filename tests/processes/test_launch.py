@@ -83,7 +83,14 @@ def test_hanging_ranks_are_killed_and_say_where_they_hang(mpirun):
 
 def test_process_left_behind_is_killed_and_reported(monkeypatch):
     monkeypatch.setattr(processes, "_LINGER_SECONDS", 0.5)
-    code = "import subprocess, sys; print(subprocess.Popen(['sleep', '1000'], start_new_session=True).pid)"
+    # For a moment of its beginning a program has no environment, and cannot be told by that.
+    code = """if True:
+        import pathlib, subprocess
+        pid = subprocess.Popen(['sleep', '1000'], start_new_session=True).pid
+        while not pathlib.Path(f'/proc/{pid}/environ').read_bytes():
+            pass
+        print(pid)
+    """
     with pytest.raises(pytest.fail.Exception, match=r"left processes behind: \d+ \(sleep 1000\)") as failure:
         run_command([sys.executable, "-c", code])
     pid = str(failure.value).partition("--- stdout\n")[2].split()[0]
