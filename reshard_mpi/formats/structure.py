@@ -118,15 +118,16 @@ def is_file_name(text: str) -> bool:
     return text not in ("", ".", "..") and "/" not in text and "\0" not in text
 
 
-def step_in_name(folder: str, begin: str, digits: int) -> int | None:
+def step_in_name(folder: str, begin: str, digits: int, end: str = "") -> int | None:
     """Return the step that a folder is named after by a framework; None if it is called otherwise.
 
     Args:
         folder: its path, which may be `.` or a link.
         begin: of such a name, before the number of the step.
         digits: how many that has at least.
+        end: of such a name, which it may lack.
     """
-    match = re.fullmatch(rf"{begin}(\d{{{digits},12}})", real_path(folder).name, re.ASCII)
+    match = re.fullmatch(rf"{begin}(\d{{{digits},12}})", real_path(folder).name.removesuffix(end), re.ASCII)
     return None if match is None else int(match[1])
 
 

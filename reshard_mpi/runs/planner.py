@@ -121,9 +121,8 @@ class Planner:
         """Return the plan of one target rank, after its checks have passed.
 
         Args:
-            checked: whether to read small values too and compare them (`with_values_compared`); False if that has been
-                done for this target. Replicas in `plan.to_compare` are never compared here: several targets share them,
-                so `compare_replicas.compare` does it once for all.
+            checked: whether to read and compare small values too (`with_values_compared`); False if that has been done.
+                Replicas in `plan.to_compare`, which targets share, are left to `compare_replicas.compare`.
 
         Raises a ReshardError if the target cannot be made exactly.
         """

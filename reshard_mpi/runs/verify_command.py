@@ -260,7 +260,10 @@ def verify_alone(
     if formats.info(files.format).packs and request.rank is None and not outcome.failures:
         # Such a folder has no list of its files: they tell together whether one of them is missing.
         memory.reserve_for_reading(request, strategies, f"verifying {request.source}", files.format)
-        agreed(lambda: open_source(request.shard_files(), (strategies or Strategies.read(request)).source), comm)
+        given = (strategies or Strategies.read(request)).source
+        opened = agreed(lambda: open_source(request.shard_files(), given), comm)
+        warnings = dict.fromkeys((*outcome.other_warnings, *opened.files.warnings))
+        outcome = outcome._replace(other_warnings=tuple(warnings))
     unheld = _note_on_unheld_sums(files, checked) if request.rank is None else ()
     if not outcome.failures and not any(shard.by for shard in checked):
         raise _no_sums(files.path, unheld)

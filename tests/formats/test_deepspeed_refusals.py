@@ -388,9 +388,12 @@ def test_a_folder_named_after_another_step_is_warned_of(tmp_path: Path) -> None:
         done("transform", tmp_path / "by a link", tmp_path / "out2").err,
         done("diff", mixed, mixed).err,
         run_here("audit", mixed).err,
+        done("verify", mixed).err,
     ]
     assert all("is named after step 3, and" in text and "of global_steps 4" in text for text in said)
-    mixed.rename(tmp_path / "by any name")
+    universal = mixed.rename(mixed.with_name("global_step3_universal"))
+    assert "is named after step 3, and" in done("plan", universal, tmp_path / "out3").err
+    universal.rename(tmp_path / "by any name")
     assert "of another save" not in done("transform", tmp_path / "by any name", tmp_path / "out3").err
 
 

@@ -331,6 +331,12 @@ def test_a_strategy_of_the_user_says_how_slices_join(tmp_path: Path, stage: int)
     reshard_mpi.transform(tmp_path / "save", tmp_path / "out", to="deepspeed", dp=2, zero_stage=stage, **asked)
     require_read(tmp_path / "out", whole, form)
     reshard_mpi.verify(tmp_path / "save", tmp_path / "out", **asked)
+    # By itself it is opened as a whole, too, to see whether a file is missing.
+    alone = ("verify", tmp_path / "save", "--src-strategy", tmp_path / "spec.toml")
+    assert "sound" in done(*alone).out
+    assert "or --src-strategy, which says so" in run_here(*alone[:2]).err
+    min((tmp_path / "save" / "global_step3").glob("*mp_rank_01*")).unlink()
+    assert run_here(*alone).code == 3
 
 
 ODD_SPECS = {

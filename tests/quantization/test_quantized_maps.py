@@ -117,16 +117,13 @@ def test_stored_elements_are_not_converted_without_their_scales(tmp_path: Path, 
 @pytest.mark.parametrize("layers", [2, 5])
 def test_layers_whose_columns_are_in_any_order_are_stacked(tmp_path: Path, form: str, layers: int) -> None:
     """Each layer has an order of its own; there are fewer layers than groups, or more."""
-    shape, half, settings = (
-        (32, 64),
-        np.dtype(np.float16),
-        {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16},
-    )
+    shape, half = (32, 64), np.dtype(np.float16)
     if form == "gptq":
         config = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True, "sym": False}
         samples = [gptq(np.random.default_rng(n), shape, 4, 16, half, False, True) for n in range(layers)]
     else:
-        config = compressed("pack-quantized", symmetric=False, actorder="group", **settings)
+        settings = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "actorder": "group"}
+        config = compressed("pack-quantized", symmetric=False, **settings)
         samples = [packed(np.random.default_rng(n), shape, 4, 16, half, True, True) for n in range(layers)]
     named = (
         (name.replace("w.", f"l.{number}."), array)

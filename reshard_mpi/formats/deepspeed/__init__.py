@@ -125,7 +125,7 @@ def _of_another_step(first: ModelStates, folder: str) -> Iterator[str]:
 
     Megatron-DeepSpeed and others name folders by counters of their own, which may begin anew: so it is no error.
     """
-    named, steps = step_in_name(folder, "global_step", 1), first.values.get("global_steps")
+    named, steps = step_in_name(folder, "global_step", 1, "_universal"), first.values.get("global_steps")
     if named is not None and type(steps) is int and steps != named:
         yield (
             f"{folder} is named after step {named}, and {Path(first.path).name} is of global_steps {steps}:"
