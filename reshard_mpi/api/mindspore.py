@@ -226,15 +226,15 @@ def _files(plan: RankPlan, names: dict[str, str]) -> tuple[TargetFiles, int]:
     """
     specs = plan.tensors.specs
     kinds = {name: kind for name, kind in zip(specs.names, specs.kind_ids) if name in names}
-    placed = [name for name in kinds if name not in plan.loose]
-    loose = tuple(name for name in kinds if name in plan.loose)
+    placed = [name for name in kinds if name not in plan.unlisted]
+    unlisted = tuple(name for name in kinds if name in plan.unlisted)
     part_specs = Specs(placed, specs.kinds, [kinds[name] for name in placed])
     parts = filled_files(part_specs, MOST_BYTES) if placed or not names else []
     held = {_PART.format(number): tuple(part) for number, part in enumerate(parts)}
     total_bytes = sum(specs.kinds[kinds[name]].size_bytes for name in placed)
     weight_map = {names[name]: file for file, part in held.items() for name in part}
     text = json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=4)
-    all_held = {**held, _HYPER: loose} if loose else held
+    all_held = {**held, _HYPER: unlisted} if unlisted else held
     return TargetFiles(all_held, names, _MAP, text, _READ_AS, (_HYPER,)), len(parts)
 
 

@@ -113,7 +113,7 @@ class FolderFormat(Format, Protocol):
     def file_name(self, target_rank: int, targets: int, prefix: str) -> str:
         """Return the name of the file of a target in the folder."""
 
-    def index_files(self, files: Sequence[Manifest]) -> Mapping[str, bytes]:
+    def index_contents(self, files: Sequence[Manifest]) -> Mapping[str, bytes]:
         """Return the contents of `FormatInfo.index_names`, by name, as far as the checkpoint has them.
 
         Args:

@@ -134,7 +134,7 @@ class FormatInfo(NamedTuple):
             *("locate", "stored_sums", "check_crc"),
             *(("size_at_most_bytes", "reserve", "seal", "read_back") if self.is_target else ()),
             *(("files_of", "open_folder") if self.is_folder else ()),
-            *(("file_name", "index_files") if self.is_folder and self.is_target else ()),
+            *(("file_name", "index_contents") if self.is_folder and self.is_target else ()),
             *(("packed", "as_read") if self.packs else ()),
         )
 

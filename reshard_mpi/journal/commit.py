@@ -257,7 +257,7 @@ def commit_locked(
         remarks = _told(identity, records, already_told)
         if is_same:
             return Committed(folder / COMMIT_RECORD, len(records), size_bytes, remarks)
-        sums, index = _sums(records), _index_files(folder, identity, records)
+        sums, index = _sums(records), _index_contents(folder, identity, records)
         require_own_index(folder, identity, lambda: True)
     except ReshardError:
         withdraw_commit(opened.folder)
@@ -293,7 +293,7 @@ def _require_still_complete(opened: _LockedFolder, identity: RunIdentity, record
             raise _not_as_made(folder, record.rank, "was replaced while the targets were committed")
 
 
-def _index_files(folder: Path, identity: RunIdentity, records: Sequence[TargetRecord]) -> dict[str, bytes]:
+def _index_contents(folder: Path, identity: RunIdentity, records: Sequence[TargetRecord]) -> dict[str, bytes]:
     """Return the files of the index that makes the folder a checkpoint, by name, in the order of their writing.
 
     Raises TransformError if somebody has replaced a target since its record was looked at.
@@ -308,7 +308,7 @@ def _index_files(folder: Path, identity: RunIdentity, records: Sequence[TargetRe
             raise _not_as_made(folder, record.rank, "has another file in its place")
     if folder_format is None:
         return {}
-    contents = folder_format.index_files(files)
+    contents = folder_format.index_contents(files)
     return {name: contents[name] for name in identity.index_names if name in contents}
 
 

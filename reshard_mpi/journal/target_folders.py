@@ -131,7 +131,7 @@ class Unrecorded:
         """Raise TargetError if the folder cannot be written to."""
         require_writable(self._folder)
 
-    def is_done(self, target_rank: int, path: Path) -> bool:
+    def skips(self, target_rank: int, path: Path) -> bool:
         """Return False. Raises TargetError if no file can take the name `path`."""
         require_place(self._folder, path)
         return False

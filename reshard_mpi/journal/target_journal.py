@@ -152,7 +152,7 @@ class Journal:
             remedy=f"{goes_on}use another target, or {replaces}",
         )
 
-    def is_done(self, target_rank: int, path: Path) -> bool:
+    def skips(self, target_rank: int, path: Path) -> bool:
         """Tell whether the target is complete and is to be skipped (--resume).
 
         Raises TargetError if its file exists and neither --resume nor --overwrite is given; if the file is of another

@@ -59,7 +59,7 @@ class TensorSum(NamedTuple):
     start: tuple[int, ...]
     shape: tuple[int, ...]
     value: int
-    loose: bool  # copies of the tensor may differ: no strategy places it, or it is an accumulated gradient
+    may_differ: bool  # copies of the tensor may differ: no strategy places it, or it is an accumulated gradient
 
     @property
     def box(self) -> Box:
@@ -68,7 +68,7 @@ class TensorSum(NamedTuple):
     @classmethod
     def of(cls, facts: Sequence[Any]) -> TensorSum:
         """Return the sum that a record has of a tensor. Raises TypeError or ValueError if it is impossible."""
-        name, dtype, whole, start, shape, value, loose = facts
+        name, dtype, whole, start, shape, value, may_differ = facts
         tensor_sum = cls(
             record_files.text(name),
             record_files.one_of(dtype, BY_NAME),
@@ -76,7 +76,7 @@ class TensorSum(NamedTuple):
             record_files.each(start, record_files.number),
             record_files.each(shape, record_files.number),
             checked_sum(value),
-            record_files.flag(loose),
+            record_files.flag(may_differ),
         )
         box = Box.whole(tensor_sum.global_shape)
         if box.ndim > _MAX_DIMENSIONS or not box.contains(tensor_sum.box):
@@ -208,7 +208,7 @@ class TargetRecord(NamedTuple):
             "held": inputs.held._asdict(),
             "moments": [moment._asdict() for moment in inputs.shared_facts],
             "beginnings": [beginning._asdict() for beginning in inputs.prefix_digests],
-            "sums": [(*part[:5], f"{part.value:08x}", part.loose) for part in self.sums],
+            "sums": [(*part[:5], f"{part.value:08x}", part.may_differ) for part in self.sums],
             "sources": inputs.sources.as_json(),
             "texts": inputs.texts,
         }
@@ -332,7 +332,7 @@ def joined_sums(parts: Iterable[Sequence[TensorSum]], names: Iterable[str]) -> t
 def sums_of_wholes(shards: Mapping[int, Sequence[TensorSum]]) -> Iterator[tuple[str, int]]:
     """Yield the name and CRC-32 of every tensor of a checkpoint, from the sums of its shards by rank.
 
-    Left out are tensors that stages share and cut differently, and loose ones that differ from rank to rank. Raises
+    Left out are tensors that stages share and cut differently, and those whose copies may differ, if they do. Raises
     DamageError if shards that should hold the same part have different sums of it.
     """
     from reshard_mpi.engine.checksums import sum_of_whole
@@ -342,7 +342,7 @@ def sums_of_wholes(shards: Mapping[int, Sequence[TensorSum]]) -> Iterator[tuple[
     for rank, shard in shards.items():
         for tensor_sum in shard:
             other = parts[tensor_sum.name].setdefault((tensor_sum.start, tensor_sum.shape), tensor_sum)
-            if other.value != tensor_sum.value and tensor_sum.loose:
+            if other.value != tensor_sum.value and tensor_sum.may_differ:
                 of_their_own.add(tensor_sum.name)
             elif other.value != tensor_sum.value:
                 raise DamageError(

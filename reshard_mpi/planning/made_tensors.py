@@ -332,7 +332,7 @@ def with_piece_shapes(plan: RankPlan, weights: Mapping[str, StoredWeight], *, is
     return plan._replace(
         tensors=_replaced(plan.tensors, gone, made, plan.tensors.specs.names),
         to_compare=tuple(group for group in alike if group.names),
-        loose=plan.loose if is_global else plan.loose | gone,
+        unlisted=plan.unlisted if is_global else plan.unlisted | gone,
     )
 
 

@@ -96,7 +96,7 @@ def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
         for held in target.classes:
             if held.share is GradientShare.JOINED:
                 alike += joining.distinct_copies(held.names, held.parts, held.group.dtype.itemsize_bytes)
-    loose = frozenset(name for held in target.classes if not held.group.listed for name in held.names)
+    unlisted = frozenset(name for held in target.classes if not held.group.listed for name in held.names)
     drops_strings = policy.unlisted is Unlisted.DROP
     return RankPlan(
         target_rank=target.rank,
@@ -108,8 +108,8 @@ def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
         absent=absent,
         notes=tuple(dict.fromkeys((*common.notes, *(note for one in target.manifests.values() for note in one.notes)))),
         source_ranks=tuple(sorted(target.manifests)),
-        loose=loose,
-        unplaced=frozenset(name for name in loose if not target.layouts.lists(name)),
+        unlisted=unlisted,
+        unplaced=frozenset(name for name in unlisted if not target.layouts.lists(name)),
         shared_facts=tuple(_shared(target)),
         to_compare=tuple(alike),
         lost=_replaced(target, groups) if target.lost else (),
@@ -220,14 +220,14 @@ def _replaced(target: TargetTensors, groups: Sequence[Group]) -> tuple[UnusableS
 
 def _not_its_own(target: TargetTensors) -> Iterator[str]:
     """Yield a warning if this rank's own values, which no strategy places, are taken from another rank's shard."""
-    loose = [
+    unlisted = [
         name
         for name, held in target.class_by_name.items()
         if not held.group.listed and not is_moment(name, held.group.shape)
     ]
-    if loose:
-        names = first_few(list(map(repr, loose)), 3)
-        taken_from = _any_rank(target, target.class_by_name[loose[0]].group)
+    if unlisted:
+        names = first_few(list(map(repr, unlisted)), 3)
+        taken_from = _any_rank(target, target.class_by_name[unlisted[0]].group)
         yield (
             f"target rank {target.rank} has {names} of {named([taken_from])}, not its own: no strategy"
             " says who else holds the same, and its own shard cannot be used"

@@ -149,32 +149,32 @@ def _assign(demands: Demands, ranks: list[int], home: int) -> ChosenHolders:
     return choice
 
 
-def pieces_written_by(rank: int, names: Iterable[str], placement: Placement, *, loose: bool) -> Iterator[str]:
+def pieces_written_by(rank: int, names: Iterable[str], placement: Placement, *, is_listed: bool) -> Iterator[str]:
     """Yield the tensors whose piece this rank writes: of the ranks that hold a piece, one is picked by its name.
 
     Args:
         placement: of the tensors, with their dimensions.
-        loose: whether no source strategy places them; then ranks may hold different values, and all of such are taken
+        is_listed: whether the source strategy places them. If not, ranks may hold different values, and all are taken
             from the first rank.
     """
     piece = placement.piece(rank)
     is_mine: dict[int, bool] = {}
     for name in names:
-        number = _writer_number(name, placement, loose=loose)
+        number = _writer_number(name, placement, is_listed=is_listed)
         if number not in is_mine:
             is_mine[number] = placement.nth_holder(piece, number) == rank
         if is_mine[number]:
             yield name
 
 
-def writer(name: str, piece: Piece, placement: Placement, *, loose: bool) -> int:
-    """Return the rank that writes a piece of a tensor. placement, loose: as in `pieces_written_by`."""
-    return placement.nth_holder(piece, _writer_number(name, placement, loose=loose))
+def writer(name: str, piece: Piece, placement: Placement, *, is_listed: bool) -> int:
+    """Return the rank that writes a piece of a tensor. placement, is_listed: as in `pieces_written_by`."""
+    return placement.nth_holder(piece, _writer_number(name, placement, is_listed=is_listed))
 
 
-def _writer_number(name: str, placement: Placement, *, loose: bool) -> int:
+def _writer_number(name: str, placement: Placement, *, is_listed: bool) -> int:
     """Return which of the ranks that hold a piece writes it, counted in the order of `Placement.holders`."""
-    return 0 if loose else zlib.crc32(name.encode("utf-8", "surrogatepass")) % placement.replicas
+    return zlib.crc32(name.encode("utf-8", "surrogatepass")) % placement.replicas if is_listed else 0
 
 
 def check_target_rank(target_rank: int, target: Strategy) -> None:

@@ -303,16 +303,16 @@ class RankPlan(NamedTuple):
     absent: tuple[str, ...]  # names that strategies list and no source shard holds
     notes: tuple[str, ...]  # for the user
     source_ranks: tuple[int, ...]  # ranks whose shards were opened
-    loose: frozenset[str]  # names of tensors that the source strategy does not place
+    unlisted: frozenset[str]  # names of tensors that the source strategy does not place
     shared_facts: tuple[
         SharedFact, ...
     ] = ()  # to agree with other targets: step counters, tensors that its stages share
-    prefix_digests: tuple[PrefixDigest, ...] = ()  # of loose tensors that should be equal in other targets
-    differing: tuple[Differing, ...] = ()  # loose tensors that differ between the opened shards
+    prefix_digests: tuple[PrefixDigest, ...] = ()  # of unlisted tensors that should be equal in other targets
+    differing: tuple[Differing, ...] = ()  # unlisted tensors that differ between the opened shards
     to_compare: tuple[ReplicaGroup, ...] = ()  # replicas that must be equal; compared once for all targets of a process
     lost: tuple[UnusableShard, ...] = ()  # source shards that cannot be used
     warnings: tuple[str, ...] = ()  # other departures from the usual source of a tensor
-    unplaced: frozenset[str] = frozenset()  # loose tensors that the target strategy does not place either
+    unplaced: frozenset[str] = frozenset()  # unlisted tensors that the target strategy does not place either
     left_out: tuple[str, ...] = ()  # in words, contents of the shards that no target gets
     written_by_others: Mapping[
         str, str | None
@@ -338,9 +338,11 @@ class RankPlan(NamedTuple):
     def renamed(self, names: Mapping[str, str]) -> RankPlan:
         """Return the same plan with other names for the tensors of the target. names: the new one of each tensor."""
         groups = [group._replace(names=[names[name] for name in group.names]) for group in self.tensors.groups]
-        loose = frozenset(names[name] for name in self.loose & names.keys())
+        unlisted = frozenset(names[name] for name in self.unlisted & names.keys())
         unplaced = frozenset(names[name] for name in self.unplaced & names.keys())
-        return self._replace(tensors=PlannedTensors(groups, self.tensors.group_of), loose=loose, unplaced=unplaced)
+        return self._replace(
+            tensors=PlannedTensors(groups, self.tensors.group_of), unlisted=unlisted, unplaced=unplaced
+        )
 
     @property
     def placed(self) -> dict[str, str]:

@@ -186,12 +186,12 @@ def shared_tensors(
         yield SharedFact(name, f"{group.dtype} {list(group.shape)}", manifests[group.ranks[0]].path)
 
 
-def loose_beginnings(plan: RankPlan) -> Iterator[TensorPlan]:
+def unlisted_beginnings(plan: RankPlan) -> Iterator[TensorPlan]:
     """Yield the plans of the first bytes of tensors that no strategy places, 64 KiB of each at most."""
     groups = plan.tensors.groups
-    for number, place in zip(plan.tensors.group_of, plan.tensors.place_in_group) if plan.loose else ():
+    for number, place in zip(plan.tensors.group_of, plan.tensors.place_in_group) if plan.unlisted else ():
         name = groups[number].names[place]
-        if name in plan.loose and name not in MOMENTS and groups[number].kind.size_bytes:
+        if name in plan.unlisted and name not in MOMENTS and groups[number].kind.size_bytes:
             tensor = groups[number].tensor(place)
             spec, copy = tensor.spec, tensor.copies[0]
             if spec.box != Box.whole(spec.global_shape) or isinstance(copy.source.source, Constant):

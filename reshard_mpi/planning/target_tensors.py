@@ -319,12 +319,12 @@ class TargetTensors:
         """
         elsewhere: set[str] = set()
         for held in self.classes:
-            placement, loose = held.layout.placement, not held.group.listed
-            here = set(pieces_written_by(self.rank, held.names, placement, loose=loose))
-            of_stage = placement.with_stages((self.stage,)) if loose else placement
-            in_stage = set(pieces_written_by(self.rank, held.names, of_stage, loose=loose))
+            placement, is_listed = held.layout.placement, held.group.listed
+            here = set(pieces_written_by(self.rank, held.names, placement, is_listed=is_listed))
+            of_stage = placement if is_listed else placement.with_stages((self.stage,))
+            in_stage = set(pieces_written_by(self.rank, held.names, of_stage, is_listed=is_listed))
             for name in held.names:
-                if loose and not self.layouts.lists(name):
+                if not is_listed and not self.layouts.lists(name):
                     is_here = name in in_stage
                 else:
                     placements = self.layouts.placements(name) or (placement,)

@@ -63,14 +63,14 @@ def sums_as_planned(
     for summed in sum_shard(plan, target, span=span, limits=limits, on_bytes=on_bytes, shown=shown):
         if summed.expected != summed.found:
             raise where_it_differs(plan, target, summed.tensor.name, limits)
-        sums.append(tensor_sum(summed.tensor, summed.found, loose=summed.tensor.name in plan.loose))
+        sums.append(tensor_sum(summed.tensor, summed.found, may_differ=summed.tensor.name in plan.unlisted))
     return tuple(sums)
 
 
-def tensor_sum(spec: TensorSpec, value: int, *, loose: bool) -> TensorSum:
-    """Return the record of a tensor's sum. loose: whether no strategy places it."""
-    loose = loose or is_partial_sum(spec.name)
-    return TensorSum(spec.name, spec.dtype.name, spec.global_shape, spec.box.start, spec.box.shape, value, loose)
+def tensor_sum(spec: TensorSpec, value: int, *, may_differ: bool) -> TensorSum:
+    """Return the record of a tensor's sum. may_differ: whether no strategy places it, so that copies may differ."""
+    may_differ = may_differ or is_partial_sum(spec.name)
+    return TensorSum(spec.name, spec.dtype.name, spec.global_shape, spec.box.start, spec.box.shape, value, may_differ)
 
 
 class Summing(NamedTuple):
@@ -152,7 +152,7 @@ def check_shard(
         held = (held_tensor(spec, shard) for spec in specs)
         for summed in sum_tensors(held, limits=limits, on_bytes=counter.add):
             name = summed.tensor.name
-            sums.append(tensor_sum(summed.tensor, summed.found, loose=placed[summed.tensor]))
+            sums.append(tensor_sum(summed.tensor, summed.found, may_differ=placed[summed.tensor]))
             written = {stored[name]} if name in stored else set()
             written |= {recorded[name].value} if name in recorded else set()
             damage += [_damaged(shard, name, value, summed.found) for value in written - {summed.found}]
@@ -293,7 +293,7 @@ def _held_alike(sums: Iterable[TensorSum], alike: Container[str]) -> list[Tensor
     Args:
         alike: their names; a commit has the sum of a whole tensor only if all copies of it were the same then.
     """
-    return [tensor._replace(loose=False) if tensor.name in alike else tensor for tensor in sums]
+    return [tensor._replace(may_differ=False) if tensor.name in alike else tensor for tensor in sums]
 
 
 def _not_of_begun_run(files: ShardFiles, digest: str) -> Iterator[DamageError]:
@@ -358,21 +358,21 @@ def _elsewhere(own: int, rank: int, path: str) -> DamageError:
 def _placed(
     shard: Manifest, recorded: Mapping[str, TensorSum], listed: Container[str]
 ) -> Iterator[tuple[TensorSpec, bool]]:
-    """Yield the tensors of a shard whose place in the whole tensor is known, and whether each is loose.
+    """Yield the tensors of a shard whose place in the whole tensor is known, and whether copies of each may differ.
 
     The place is known from the shard itself, or from its record if that fits.
 
     Args:
-        listed: names that the strategy in the shard places; a tensor is loose if its record says so, or without one, if
-            it is not among these.
+        listed: names that the strategy in the shard places. Copies of a tensor may differ if its record says so, or
+            without a record, if it is not among these.
     """
     for name, entry in shard.tensors.items():
         tensor = recorded.get(name)
-        loose = name not in listed if tensor is None else tensor.loose
+        may_differ = name not in listed if tensor is None else tensor.may_differ
         if entry.box is not None and entry.global_shape is not None:
-            yield TensorSpec(name, entry.dtype, entry.global_shape, entry.box), loose
+            yield TensorSpec(name, entry.dtype, entry.global_shape, entry.box), may_differ
         elif tensor is not None and fits_record(tensor, entry):
-            yield TensorSpec(name, entry.dtype, tensor.global_shape, tensor.box), loose
+            yield TensorSpec(name, entry.dtype, tensor.global_shape, tensor.box), may_differ
 
 
 def _damaged(shard: Manifest, name: str, expected: int, actual: int) -> DamageError:

@@ -32,7 +32,7 @@ from reshard_mpi.planning.source_flaws import TEXT, UnusableShard, difference_me
 from reshard_mpi.planning.strategy_check import drift_warning
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.maps_and_packing import both_through_map, readings_of_two
+from reshard_mpi.runs.maps_and_packing import both_through_map, packings_of_two
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt, raise_first_failure
 from reshard_mpi.runs.planner import LIMITS, Planner
 from reshard_mpi.runs.process_memory import RunMemory, Workload
@@ -154,8 +154,8 @@ def _planned(
     sources = open_source(first_files, read.source), open_source(second_files, given)
     policy = Policy(replicas=request.replicas, accumulated=request.accumulated)
     as_they_are = Planner(sources[0], unsharded(), policy), Planner(sources[1], unsharded(), policy)
-    readings = readings_of_two(*sources)
-    planners, require_some = both_through_map(request, *as_they_are, readings)
+    packings = packings_of_two(*sources)
+    planners, require_some = both_through_map(request, *as_they_are, packings)
     memory.free_with(*(planner.forget for planner in planners))
     peak_bytes, plans = MEASURING_BYTES if in_numbers else 0, list[RankPlan]()
     warnings, notes_on_ranks = list[str](), list[str]()
@@ -194,11 +194,11 @@ def _planned(
         *first_files.notes,
         *second_files.notes,
         *governor.notes,
-        *(_other_values(*(source.files.format for source in sources)) if any(readings) else ()),
-        *(() if in_numbers or any(readings) else _other_texts(*plans)),
+        *(_other_values(*(source.files.format for source in sources)) if any(packings) else ()),
+        *(() if in_numbers or any(packings) else _other_texts(*plans)),
     )
     paths = request.source, request.target
-    first, second = (DiffSide(*each, not any(readings)) for each in zip(paths, sources, plans))
+    first, second = (DiffSide(*each, not any(packings)) for each in zip(paths, sources, plans))
     warnings += [
         *(text for source in sources for text in source.files.warnings),
         *(text for plan in plans for text in plan.warnings),

@@ -143,7 +143,7 @@ class MappedCheckpoint(SourceCheckpoint):
             absent=(),
             notes=(),
             source_ranks=(0,),
-            loose=frozenset(),
+            unlisted=frozenset(),
         )
 
     def planned_parts(self, parts: Sequence[Part]) -> PlannedTensors:

@@ -55,7 +55,7 @@ def packing_of(request: Request, source: SourceCheckpoint, format_name: str) -> 
     return Packing(partial(module.packed, options=options), by_file=True)
 
 
-def reading_of(request: Request, source: SourceCheckpoint, format_name: str) -> Packing | None:
+def packing_to_compare(request: Request, source: SourceCheckpoint, format_name: str) -> Packing | None:
     """Return what makes the source, or a map's result of it, what targets of it in a format are read as.
 
     None if that is the same.
@@ -63,10 +63,10 @@ def reading_of(request: Request, source: SourceCheckpoint, format_name: str) -> 
     if not formats.info(format_name).packs:
         return model_alone_of(request, source, format_name)
     is_same = not request.is_mapped and source.files.format == format_name
-    return None if is_same else as_read_from(format_name)
+    return None if is_same else packing_as_read(format_name)
 
 
-def as_read_from(format_name: str) -> Packing | None:
+def packing_as_read(format_name: str) -> Packing | None:
     """Return the step that makes a checkpoint as it is read from files of a format; None if that packs nothing."""
     module = formats.packing_by_name(format_name)
     return None if module is None else Packing(module.as_read, by_file=False)
@@ -124,26 +124,26 @@ def planner_with_maps(
     return planner_through(tensor_map, planner, packing), tensor_map.digests
 
 
-def readings_of_two(first: SourceCheckpoint, second: SourceCheckpoint) -> tuple[Packing | None, Packing | None]:
+def packings_of_two(first: SourceCheckpoint, second: SourceCheckpoint) -> tuple[Packing | None, Packing | None]:
     """Return the steps that make two checkpoints alike: of a format that packs, the other is taken as read from it."""
     of_first, of_second = first.files.format, second.files.format
     return (
-        None if formats.info(of_first).packs else as_read_from(of_second),
-        None if formats.info(of_second).packs else as_read_from(of_first),
+        None if formats.info(of_first).packs else packing_as_read(of_second),
+        None if formats.info(of_second).packs else packing_as_read(of_first),
     )
 
 
 def both_through_map(
-    request: Request, first: Planner, second: Planner, readings: tuple[Packing | None, Packing | None]
+    request: Request, first: Planner, second: Planner, packings: tuple[Packing | None, Packing | None]
 ) -> tuple[tuple[Planner, Planner], Callable[[Collection[str]], None]]:
     """Return the planners of two checkpoints to compare: the first through the map, both with the selection.
 
     Also returns a function that takes the names of both and raises MapError if a glob matches none, or nothing is left.
 
     Args:
-        readings: of each, as of `readings_of_two`.
+        packings: of each, as of `packings_of_two`.
     """
-    if not request.is_mapped and not any(readings):
+    if not request.is_mapped and not any(packings):
         return (first, second), lambda _: None
     from reshard_mpi.mapping.selection import require_any
     from reshard_mpi.runs.mapped_source import planner_through
@@ -157,10 +157,10 @@ def both_through_map(
             return planner_through(own, planner)
         return planner_through(own.without_choice(), planner, _chosen(reading, own.choice))
 
-    if request.is_mapped or readings[0]:
-        first = through(of_both, first, readings[0])
-    if request.include or request.exclude or readings[1]:
-        second = through(of_both.choice_alone(), second, readings[1])
+    if request.is_mapped or packings[0]:
+        first = through(of_both, first, packings[0])
+    if request.include or request.exclude or packings[1]:
+        second = through(of_both.choice_alone(), second, packings[1])
 
     def require_some(names: Collection[str]) -> None:
         if request.is_mapped:

@@ -21,13 +21,13 @@ from reshard_mpi.planning.plan_target import plan_target
 from reshard_mpi.planning.rank_choice import Replicas, check_target_rank
 from reshard_mpi.planning.rank_plan import Check, Group, Limits, RankPlan, SharedFact
 from reshard_mpi.planning.shared_facts import (
-    loose_beginnings,
     moment_counters,
     not_carried,
     plain_counters,
     require_nothing_left_out,
     require_one_checkpoint,
     text_digests,
+    unlisted_beginnings,
 )
 from reshard_mpi.planning.source_flaws import Differing, PrefixDigest
 from reshard_mpi.planning.strategy_check import (
@@ -366,7 +366,7 @@ class Planner:
         if strategy.world_size == 1 or self._keeps_each_ranks_own:
             return ()  # there is nothing else to take
         texts = text_digests(plan, of_stages=strategy.stages > 1)
-        return (*texts, *digests_of(loose_beginnings(plan), self.limits))
+        return (*texts, *digests_of(unlisted_beginnings(plan), self.limits))
 
     def _differing(self, checks: Iterable[Check]) -> tuple[Differing, ...]:
         """Return the tensors whose copies differ, where targets get one of these alone."""

@@ -274,8 +274,8 @@ class _Collected:
     def _writer(self, kind: _AlikeTensors, block: DrawnBlock) -> int:
         """Return the target that writes the first piece of a block, where others that hold it do not."""
         piece = next(piece for piece, _ in kind.layout.pieces_meeting(block.piece))
-        is_loose = not all(group.listed for group in kind.sources.values())
-        return writer(kind.names[0], piece, kind.layout.placement, loose=is_loose)
+        is_listed = all(group.listed for group in kind.sources.values())
+        return writer(kind.names[0], piece, kind.layout.placement, is_listed=is_listed)
 
     def cuts(self) -> Iterable[TensorCut]:
         """Yield how both sides cut each kind of tensors; requested ones come first."""

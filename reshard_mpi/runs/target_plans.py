@@ -185,7 +185,7 @@ class TargetPlans:
 
     def _plan_and_check(self, rank: int, leads: bool) -> PlanReport:
         run, request, path = self.run, self.run.request, self.run.path(rank)
-        if self.journal.is_done(rank, path):
+        if self.journal.skips(rank, path):
             return PlanReport(self._skipped(rank) if leads else Outcome())
         plan = run.planner.plan(rank, checked=leads)
         peak_bytes = self._memory.possible_peak_bytes(plan)

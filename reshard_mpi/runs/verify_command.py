@@ -41,7 +41,7 @@ from reshard_mpi.runs.check_sums import (
     damaged_record,
     files_by_record,
 )
-from reshard_mpi.runs.maps_and_packing import files_of_run, planner_with_maps, reading_of
+from reshard_mpi.runs.maps_and_packing import files_of_run, packing_to_compare, planner_with_maps
 from reshard_mpi.runs.open_run import chosen_targets
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
 from reshard_mpi.runs.planner import LIMITS, Planner
@@ -212,7 +212,7 @@ def _opened_pair(
     )
     packing = files_of_run(request, source, run, target_files.format)
     by_file = packing is not None
-    packing = packing or reading_of(request, source, target_files.format)
+    packing = packing or packing_to_compare(request, source, target_files.format)
     planner, digests = planner_with_maps(request, planner, packing)
     if by_file:
         assert planner.mapped is not None

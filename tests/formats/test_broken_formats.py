@@ -140,8 +140,8 @@ def test_a_fault_of_what_describes_itself_is_found(tmp_path: Path, monkeypatch: 
 # Functions of the format of folders that are others, and the test that finds it.
 FOLDER_FAULTS: dict[str, tuple[str, Callable[..., Any], str]] = {
     "texts are lost": (
-        "index_files",
-        lambda held: toy_folder.index_files([file._replace(strings={}) for file in held]),
+        "index_contents",
+        lambda held: toy_folder.index_contents([file._replace(strings={}) for file in held]),
         "test_texts_are_written",
     ),
     "texts are lost in files": (

@@ -205,7 +205,7 @@ def written(folder: Path, shards: list[ShardSpec]) -> None:
 
 
 def write_index(folder: Path, made: list[Manifest]) -> None:
-    for name, content in dcp.index_files(made).items():
+    for name, content in dcp.index_contents(made).items():
         (folder / name).write_bytes(content)
 
 

@@ -117,8 +117,8 @@ BEFORE = "toys.names.json"
 @pytest.fixture
 def registered_with_two_index_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Register folders of toys whose index is two files, which the format returns in another order than its facts."""
-    write = toy_folder.index_files
-    monkeypatch.setattr(toy_folder, "index_files", lambda held: {**write(held), BEFORE: b"[]"})
+    write = toy_folder.index_contents
+    monkeypatch.setattr(toy_folder, "index_contents", lambda held: {**write(held), BEFORE: b"[]"})
     formats.register(toy_folder.INFO._replace(before_index=(BEFORE,)))
     yield
     formats.unregister("toys")

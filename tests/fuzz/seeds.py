@@ -261,7 +261,9 @@ def dcp_metadata(path: Path) -> Iterator[None]:
     with TemporaryDirectory() as folder:
         file = str(Path(folder, "__0_0.distcp"))
         path.write_bytes(
-            dcp.index_files([sample_tensors.write(dcp, file, ShardContents.of(TENSORS, {"note": "a text"}))])[path.name]
+            dcp.index_contents([sample_tensors.write(dcp, file, ShardContents.of(TENSORS, {"note": "a text"}))])[
+                path.name
+            ]
         )
         yield
         sample = SampleTensor.random("w", BY_NAME["float32"], (2,))

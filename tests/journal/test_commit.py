@@ -475,7 +475,7 @@ def test_targets_that_do_not_hold_the_same_parameters(c: Conversion) -> None:
     assert "for target rank 0 holds 'moments.w'" in refused("commit", c.dst)
 
 
-def test_loose_tensors_that_differ(c: Conversion, tmp_path: Path) -> None:
+def test_unlisted_tensors_that_differ(c: Conversion, tmp_path: Path) -> None:
     for rank in range(4):
         c.rewrite(rank, {"seed": np.array(rank // 2)})
     unsampled = ("--replicas", "any")

@@ -158,7 +158,7 @@ def test_without_a_journal_targets_are_replaced_and_no_state_is_kept(tmp_path: P
     state.check()
     assert not (tmp_path / "new").exists()
     for content in (b"one", b"two"):
-        assert not state.is_done(0, path)
+        assert not state.skips(0, path)
         write(state, path, content)
         assert path.read_bytes() == content
     assert files(tmp_path) == {"new/rank_0/net.ckpt"}
@@ -214,7 +214,7 @@ def test_a_difference_names_strategies_by_their_files() -> None:
 def test_nothing_is_created_before_it_begins(tmp_path: Path) -> None:
     state = journal(tmp_path / "new")
     state.check()
-    assert not state.is_done(0, tmp_path / "new" / "rank_0" / "net.ckpt")
+    assert not state.skips(0, tmp_path / "new" / "rank_0" / "net.ckpt")
     assert not (tmp_path / "new").exists()
     state.begin()
     assert files(tmp_path) == {"new/.reshard_mpi/run.json", "new/.reshard_mpi/run.lock"}
@@ -303,10 +303,10 @@ def test_a_complete_target_is_recorded_and_skipped_on_resume(tmp_path: Path) -> 
     modified_ns = path.stat().st_mtime_ns
     head = RunIdentity(FACTS).digest, 0, "rank_0/net.ckpt", 5, modified_ns, None, f"{crc32(b'whole'):08x}", None, False
     assert record == (head, EVIDENCE, (), "")
-    assert journal(tmp_path, resume=True).is_done(0, path)
-    assert not journal(tmp_path, resume=True).is_done(1, tmp_path / "rank_1" / "net.ckpt")
-    assert not journal(tmp_path, overwrite=True).is_done(0, path)
-    error = refused(lambda: journal(tmp_path).is_done(0, path))
+    assert journal(tmp_path, resume=True).skips(0, path)
+    assert not journal(tmp_path, resume=True).skips(1, tmp_path / "rank_1" / "net.ckpt")
+    assert not journal(tmp_path, overwrite=True).skips(0, path)
+    error = refused(lambda: journal(tmp_path).skips(0, path))
     assert error.problem == "target rank 0 is there already"
     assert error.got == "5 bytes, complete by the record of this run"
     assert "--resume" in error.remedy and "--overwrite" in error.remedy
@@ -328,9 +328,9 @@ def test_what_is_not_complete_by_its_record_is_done_again(
     write(journal(tmp_path), path)
     spoil(tmp_path, path)
     resumed = journal(tmp_path, resume=True)
-    assert not resumed.is_done(0, path)
+    assert not resumed.skips(0, path)
     write(resumed, path)
-    assert resumed.is_done(0, path)
+    assert resumed.skips(0, path)
 
 
 @pytest.mark.parametrize(
@@ -350,11 +350,11 @@ def test_what_no_record_explains_is_replaced_by_overwriting_alone(
     write(journal(tmp_path), path)
     spoil(tmp_path, path)
     for state in (journal(tmp_path), journal(tmp_path, resume=True)):
-        error = refused(lambda state=state: state.is_done(0, path))  # type: ignore[misc]
+        error = refused(lambda state=state: state.skips(0, path))  # type: ignore[misc]
         assert "this run has not written" in error.problem and error.where == str(path)
         assert "--overwrite" not in error.remedy and "another target folder" in error.remedy
     write(journal(tmp_path, overwrite=True), path)
-    assert journal(tmp_path, resume=True).is_done(0, path)
+    assert journal(tmp_path, resume=True).skips(0, path)
 
 
 def test_a_note_of_what_is_replaced_is_of_that_file_alone(tmp_path: Path) -> None:
@@ -366,11 +366,11 @@ def test_a_note_of_what_is_replaced_is_of_that_file_alone(tmp_path: Path) -> Non
     again.begin()
     with pytest.raises(ValueError), again.writing(0, path, EVIDENCE):
         raise ValueError
-    assert not journal(tmp_path, resume=True).is_done(0, path)
-    assert "about to replace" in refused(lambda: journal(tmp_path).is_done(0, path)).got
+    assert not journal(tmp_path, resume=True).skips(0, path)
+    assert "about to replace" in refused(lambda: journal(tmp_path).skips(0, path)).got
     path.write_bytes(b"others")
     os.utime(path, ns=(0, 0))
-    refused(lambda: journal(tmp_path, resume=True).is_done(0, path))
+    refused(lambda: journal(tmp_path, resume=True).skips(0, path))
 
 
 def test_a_run_that_is_overtaken_takes_nothing_from_the_other(tmp_path: Path) -> None:
@@ -407,7 +407,7 @@ def test_a_target_that_fails_is_neither_there_nor_recorded_and_can_be_written_ag
         publication.partial.write_bytes(b"half")
         raise ValueError
     assert path.read_bytes() == b"before"
-    assert not journal(tmp_path, resume=True).is_done(0, path)
+    assert not journal(tmp_path, resume=True).skips(0, path)
     write(again, path, b"after")
     assert path.read_bytes() == b"after"
     assert not [name for name in files(tmp_path) if name.endswith(".partial")]
@@ -445,7 +445,7 @@ def test_a_target_is_complete_from_the_instant_on_in_which_it_has_its_name(tmp_p
         ended = killed_before(tmp_path, count, b"newer")
         assert ended == (signal.SIGKILL if count < 4 else 0)
         assert path.read_bytes() == content
-        assert journal(tmp_path, resume=True).is_done(0, path) == whole
+        assert journal(tmp_path, resume=True).skips(0, path) == whole
         record = TargetRecord.read(state, 0)
         assert (record is None) == (count == 1)
         assert record is None or (record.head.announced is None) == (count == 4)
@@ -473,7 +473,7 @@ def test_a_target_that_could_not_get_its_name_is_not_complete(tmp_path: Path, mo
     monkeypatch.setattr(os, "rename", refuse)
     with pytest.raises(OSError, match="Input/output"):
         write(journal(tmp_path, overwrite=True), path, b"newer")
-    assert path.read_bytes() == b"older" and not journal(tmp_path, resume=True).is_done(0, path)
+    assert path.read_bytes() == b"older" and not journal(tmp_path, resume=True).skips(0, path)
 
 
 def test_a_file_that_is_saved_in_the_place_of_a_target_that_has_just_got_its_name_is_not_the_target(
@@ -491,7 +491,7 @@ def test_a_file_that_is_saved_in_the_place_of_a_target_that_has_just_got_its_nam
     write(journal(tmp_path), path, b"ours")
     assert path.read_bytes() == b"mine"
     assert "not written lies where target rank 0 goes" in str(
-        refused(lambda: journal(tmp_path, resume=True).is_done(0, path))
+        refused(lambda: journal(tmp_path, resume=True).skips(0, path))
     )
 
 
@@ -533,7 +533,7 @@ def test_an_emptied_rank_folder_of_a_killed_run_goes(tmp_path: Path) -> None:
 def test_a_copy_of_a_folder_is_as_complete_as_it_was(tmp_path: Path) -> None:
     write(journal(tmp_path / "one"), tmp_path / "one" / "rank_0" / "net.ckpt")
     shutil.copytree(tmp_path / "one", tmp_path / "two", copy_function=shutil.copy)
-    assert journal(tmp_path / "two", resume=True).is_done(0, tmp_path / "two" / "rank_0" / "net.ckpt")
+    assert journal(tmp_path / "two", resume=True).skips(0, tmp_path / "two" / "rank_0" / "net.ckpt")
 
 
 @pytest.mark.parametrize("way", ["copied back", "hard link"])
@@ -549,13 +549,13 @@ def test_a_target_with_the_same_bytes_and_another_time_is_not_called_others(tmp_
         content = path.read_bytes()
         path.write_bytes(content)
     os.utime(path, ns=(10**18, 10**18))
-    error = refused(lambda: journal(tmp_path, resume=True).is_done(0, path))
+    error = refused(lambda: journal(tmp_path, resume=True).skips(0, path))
     assert "others" not in error.got and "another time" in error.got
     (command,) = re.findall(r"touch -d @\S+ \S+net.ckpt", error.remedy)
     subprocess.run(command.split(), check=True)
-    assert journal(tmp_path, resume=True).is_done(0, path)
+    assert journal(tmp_path, resume=True).skips(0, path)
     path.write_bytes(b"x" * path.stat().st_size)
-    assert "but others" in refused(lambda: journal(tmp_path, resume=True).is_done(0, path)).got
+    assert "but others" in refused(lambda: journal(tmp_path, resume=True).skips(0, path)).got
 
 
 def test_a_copy_is_told_from_another_file_by_a_sample_of_its_pages(tmp_path: Path) -> None:
@@ -564,7 +564,7 @@ def test_a_copy_is_told_from_another_file_by_a_sample_of_its_pages(tmp_path: Pat
     write(journal(tmp_path), path, content)
     for copied in (path, tmp_path / ".reshard_mpi" / "rank_0.json"):
         os.utime(copied, ns=(0, 0))
-    assert journal(tmp_path, resume=True).is_done(0, path)
+    assert journal(tmp_path, resume=True).skips(0, path)
     noticed = set()
     for page in range(pages):
         with path.open("r+b") as file:
@@ -572,7 +572,7 @@ def test_a_copy_is_told_from_another_file_by_a_sample_of_its_pages(tmp_path: Pat
             file.write(bytes([content[page * 4096 + 4094] ^ 1]))
             file.flush()
             try:
-                assert journal(tmp_path, resume=True).is_done(0, path)
+                assert journal(tmp_path, resume=True).skips(0, path)
             except TargetError as error:
                 noticed.add(page)
                 assert "not written" in error.problem and "as many as this run has written, but others" in error.got
@@ -592,9 +592,9 @@ def test_a_record_without_a_sample_is_about_files_that_are_not_earlier(tmp_path:
     made_ns = facts["modified_ns"]
     for modified_ns in (made_ns, made_ns - made_ns % (2 * 10**9), made_ns + 10**12):
         os.utime(path, ns=(modified_ns, modified_ns))
-        assert journal(tmp_path, resume=True).is_done(0, path)
+        assert journal(tmp_path, resume=True).skips(0, path)
     os.utime(path, ns=(0, made_ns - 3 * 10**9))
-    assert "not written" in refused(lambda: journal(tmp_path, resume=True).is_done(0, path)).problem
+    assert "not written" in refused(lambda: journal(tmp_path, resume=True).skips(0, path)).problem
 
 
 def test_what_was_written_lasts_before_it_is_said_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -672,9 +672,9 @@ def test_a_target_that_a_live_process_writes_is_refused_by_name(
     path = tmp_path / "rank_0" / "net.ckpt"
     for resume, overwrite in ((False, False), (True, False), (False, True)):
         state = Journal(tmp_path, RunIdentity({"source": "here"}), resume=resume, overwrite=overwrite)
-        for call in (partial(state.is_done, 0, path), partial(write, state, path)):
+        for call in (partial(state.skips, 0, path), partial(write, state, path)):
             assert refused(call).problem == "target rank 0 is being written by another process"
-        assert not state.is_done(1, tmp_path / "rank_1" / "net.ckpt")
+        assert not state.skips(1, tmp_path / "rank_1" / "net.ckpt")
     (half,) = (tmp_path / "rank_0").iterdir()
     assert half.read_bytes() == b"half"
 
@@ -700,10 +700,10 @@ def test_death_frees_the_target_and_its_partial_file_is_removed(
     assert not path.exists() and len(list(path.parent.iterdir())) == 1
     state = Journal(tmp_path, RunIdentity({"source": "here"}), resume=True, overwrite=False)
     state.check()
-    assert not state.is_done(0, path)
+    assert not state.skips(0, path)
     write(state, path)
     assert list(path.parent.iterdir()) == [path]
-    assert state.is_done(0, path)
+    assert state.skips(0, path)
 
 
 def test_partial_files_of_odd_names_are_removed_and_others_left(tmp_path: Path) -> None:
@@ -727,7 +727,7 @@ def test_a_file_that_is_saved_in_the_place_of_a_target_meanwhile_is_kept(
     path = tmp_path / "rank_0" / "net.ckpt"
     state = journal(tmp_path, resume=resume)
     state.begin()
-    assert not state.is_done(0, path)
+    assert not state.skips(0, path)
     path.parent.mkdir()
     if when == "before it is begun":
         path.write_bytes(b"saved")
@@ -740,7 +740,7 @@ def test_a_file_that_is_saved_in_the_place_of_a_target_meanwhile_is_kept(
         publication.publish()
     assert path.read_bytes() == b"saved" and not list(path.parent.glob(".*"))
     with pytest.raises(TargetError):
-        journal(tmp_path, resume=True).is_done(0, path)
+        journal(tmp_path, resume=True).skips(0, path)
     write(journal(tmp_path, overwrite=True), path)
     assert path.read_bytes() == b"whole"
 
@@ -768,7 +768,7 @@ def test_a_file_system_that_does_not_say_what_lies_there(
             state = journal(tmp_path, resume=True)
             with pytest.raises((OSError, TargetError)):
                 state.check()
-                state.is_done(0, path)
+                state.skips(0, path)
 
 
 def test_a_run_that_is_refused_leaves_the_strategy_of_the_other(tmp_path: Path) -> None:

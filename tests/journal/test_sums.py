@@ -22,7 +22,7 @@ def summed(start: tuple[int, int], shape: tuple[int, int], rows: slice = slice(N
     for row in range(box.start[0], box.stop[0])[rows]:
         line = Box((row, box.start[1]), (row + 1, box.stop[1]))
         part.add(line, memoryview(WHOLE[row, box.start[1] : box.stop[1]].tobytes()))
-    return TensorSum("w", "uint16", WHOLE.shape, start, shape, part.value, loose=False)
+    return TensorSum("w", "uint16", WHOLE.shape, start, shape, part.value, may_differ=False)
 
 
 def test_shards_of_a_stage() -> None:
@@ -53,5 +53,5 @@ def test_copies_that_differ() -> None:
     with pytest.raises(DamageError, match=r"copies of 'w' differ(.|\n)*of rank 7"):
         dict(sums_of_wholes({3: [part], 7: [other]}))
     rest = summed((3, 0), (3, 4))
-    loose = [one._replace(loose=True) for one in (part, other, rest)]
-    assert not dict(sums_of_wholes({rank: [one] for rank, one in enumerate(loose)}))
+    of_their_own = [one._replace(may_differ=True) for one in (part, other, rest)]
+    assert not dict(sums_of_wholes({rank: [one] for rank, one in enumerate(of_their_own)}))

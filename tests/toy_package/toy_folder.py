@@ -88,7 +88,7 @@ def file_name(target_rank: int, targets: int, prefix: str) -> str:
     return f"{prefix}part-{target_rank + 1}-of-{targets}.toypart"
 
 
-def index_files(held: Sequence[Manifest]) -> dict[str, bytes]:
+def index_contents(held: Sequence[Manifest]) -> dict[str, bytes]:
     tensors: dict[str, Any] = {}
     strings: dict[str, str] = {}
     for file in held:

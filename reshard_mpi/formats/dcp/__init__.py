@@ -21,7 +21,7 @@ from reshard_mpi.formats.dcp.bulk_metadata import Chunk, ItemKey
 from reshard_mpi.formats.dcp.file_layout import ItemLayout, TensorLeaf, tensors_in, tree_of
 from reshard_mpi.formats.dcp.items import Common, LocatedFile, MisfitError, WantedItem, locate_items, named
 from reshard_mpi.formats.dcp.metadata import INDEX, Metadata, without_flat_state
-from reshard_mpi.formats.dcp.metadata_writer import Entry, entries_of, index_files
+from reshard_mpi.formats.dcp.metadata_writer import Entry, entries_of, index_contents
 from reshard_mpi.formats.manifest import Manifest, ShardSpec, Specs
 from reshard_mpi.formats.nest import flatten_tree, nodes
 from reshard_mpi.formats.nest.nodes import Value

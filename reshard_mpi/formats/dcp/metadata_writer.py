@@ -1,4 +1,4 @@
-"""Make the content of `.metadata` as torch reads it (`index_files`); `journal/commit` writes it.
+"""Make the content of `.metadata` as torch reads it (`index_contents`); `journal/commit` writes it.
 
 The pickle ends where it says that it does, and torch reads no further; the items of objects lie there, since files of
 ranks cannot know what others have.
@@ -39,7 +39,7 @@ class CollectedTensor:
         self.pieces: dict[tuple[int, ...], ChunkPlace] = {}
 
 
-def index_files(shards: Sequence[Manifest]) -> dict[str, bytes]:
+def index_contents(shards: Sequence[Manifest]) -> dict[str, bytes]:
     """Return the metadata of the checkpoint that these files make up, which lie in its folder, by target rank.
 
     A part that several files hold is taken from the first of them; an object, too. Raises DisagreementError if files

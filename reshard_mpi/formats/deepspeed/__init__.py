@@ -37,7 +37,7 @@ from reshard_mpi.formats.deepspeed.slice_rules import read_rules
 from reshard_mpi.formats.deepspeed.tensor_parallel import JOINED, JOINED_BY_STRATEGY, joined
 from reshard_mpi.formats.deepspeed.training_tree import DeepSpeedTraining, arranged
 from reshard_mpi.formats.deepspeed.weight_copies import as_read
-from reshard_mpi.formats.deepspeed.writer import file_name, index_files, read_back, reserve, seal, size_at_most_bytes
+from reshard_mpi.formats.deepspeed.writer import file_name, index_contents, read_back, reserve, seal, size_at_most_bytes
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest import flatten_tree

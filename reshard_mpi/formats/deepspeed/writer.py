@@ -77,7 +77,7 @@ def file_name(target_rank: int, targets: int, prefix: str) -> str:
     return TargetNames.of_prefix(prefix).path(target_rank, targets)
 
 
-def index_files(files: Sequence[Manifest]) -> Mapping[str, bytes]:
+def index_contents(files: Sequence[Manifest]) -> Mapping[str, bytes]:
     """Return `latest`, the file that names the folder of the files."""
     return {"latest": Path(files[0].path).parent.name.encode()}
 

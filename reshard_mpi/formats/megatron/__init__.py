@@ -141,7 +141,7 @@ def read_back(meant: Manifest) -> None:
     structure.require_as_written(locate(meant.path), meant)
 
 
-def index_files(files: Sequence[Manifest]) -> Mapping[str, bytes]:
+def index_contents(files: Sequence[Manifest]) -> Mapping[str, bytes]:
     """Return the index of the checkpoint, and the file that names its folder, in the order of their writing."""
     own = _values(files[0])
     release = own.get("release")

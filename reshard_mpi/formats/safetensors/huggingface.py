@@ -1,7 +1,7 @@
-"""Read Hugging Face folders (`open_folder`), and make their index (`index_files`); `journal/commit` writes it.
+"""Read Hugging Face folders (`open_folder`), and make their index (`index_contents`); `journal/commit` writes it.
 
 A checkpoint is `model.safetensors`, or files such as `model-00001-of-00003.safetensors` and the index
-`model.safetensors.index.json` (see `index_files`). Loaders disagree on folders whose files and index do not fit each
+`model.safetensors.index.json` (see `index_contents`). Loaders disagree on folders whose files and index do not fit each
 other; such a folder is refused. A file says in its metadata that it is of torch (`format`: `pt`), since some loaders
 refuse anything else; there is no place for strings.
 
@@ -223,7 +223,7 @@ def file_name(target_rank: int, targets: int, prefix: str) -> str:
     return SINGLE if targets == 1 else f"model-{target_rank + 1:05}-of-{targets:05}.safetensors"
 
 
-def index_files(held: Sequence[Manifest]) -> dict[str, bytes]:
+def index_contents(held: Sequence[Manifest]) -> dict[str, bytes]:
     """Return the index over these files; none if there is one, which needs none."""
     if len(held) == 1:
         return {}
