@@ -264,15 +264,19 @@ def _begins_of_module(name: str, new: str) -> Iterator[str]:
         yield new[: new.rfind(".") + 1]
 
 
-def _move_values(root: Any, values: Iterable[tuple[str, Any, list[Any]]], new_name_of: Mapping[str, str]) -> None:
+def _move_values(root: Any, values: Sequence[tuple[str, Any, list[Any]]], new_name_of: Mapping[str, str]) -> None:
     """Put what modules keep into the dictionaries of a nest that take tensors of its new names.
+
+    Extra state that is `None` and follows no module is left out: a strict load would have a key too many.
 
     Args:
         values: as of `values_of_modules`.
     """
     nodes = dict(dictionaries_in(root))
     moved = [each for each in values if new_name_of.get(each[0], each[0]) != each[0]]
-    for _, node, entry in moved:
+    empty = (each for each in values if each[0] not in new_name_of and each[2][1:] == [None])
+    gone = [each for each in empty if f".{EXTRA_STATE}" in f".{each[2][0]}"]
+    for _, node, entry in (*moved, *gone):
         node["dict"].remove(entry)
     for name, node, entry in moved:
         path = new_name_of[name]

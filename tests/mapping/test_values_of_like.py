@@ -207,6 +207,17 @@ def test_extra_state_of_modules_that_are_put_together_is_warned_of(tmp_path: Pat
     assert [text for text in report.warnings if r"model.a._extra_state, model.b._extra_state" in text]
 
 
+def test_empty_extra_state_that_follows_no_module_is_left_out(tmp_path: Path) -> None:
+    """Megatron-Core keeps `None` beside many modules: of what a map takes apart, a strict load knows no such key."""
+    weights = {"layers.lin.weight": tensor(1), "norm.weight": tensor(2)}
+    empty = dict.fromkeys(("layers.lin._extra_state/shard_0_2", "layers.lin._extra_state", "norm._extra_state"))
+    torch_peer.save(tmp_path / "x.pt", {"model": {**weights, **empty, "kept": None}})
+    equation = "model.layers.lin.weight [(e h) k] <=> model.h.{e}.w [h k]"
+    report = reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map=equation, forward=True, axis={"e": 2})
+    made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["model"]
+    assert {*made} == {"h.0.w", "h.1.w", "norm.weight", "norm._extra_state", "kept"} and not report.warnings
+
+
 @pytest.mark.parametrize("is_like", [False, True])
 def test_extra_state_of_a_module_without_tensors_goes_with_the_module_around_it(tmp_path: Path, is_like: bool) -> None:
     """As Transformer Engine's `core_attention._extra_state`; of one module the map takes some of the tensors."""
