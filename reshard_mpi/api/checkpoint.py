@@ -115,8 +115,8 @@ class Tensor:
         self._read(chosen, array)
         return array if view is None else array[view]
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        if copy is False:
+    def __array__(self, dtype: Any = None, item: bool | None = None) -> np.ndarray[Any, Any]:
+        if item is False:
             raise UsageError(
                 "a tensor of a checkpoint is read into a new array",
                 expected="copy=True, or none said",
@@ -168,9 +168,9 @@ class Tensor:
         start = tuple(low + each[0] for low, each in zip(first, chosen))
         stop = tuple(low + each[-1] + 1 for low, each in zip(first, chosen))
         return tuple(
-            SourcePart(copy.source_rank, tuple(map(with_addresses, paths)), own.start, own.stop)
-            for copy in meeting(plan.copies, Box(start, stop))
-            for own, paths in ((copy.target_region, dict.fromkeys(paths_of(copy.source.source))),)
+            SourcePart(item.source_rank, tuple(map(with_addresses, paths)), own.start, own.stop)
+            for item in meeting(plan.reads, Box(start, stop))
+            for own, paths in ((item.target_region, dict.fromkeys(paths_of(item.source.source))),)
         )
 
     def __reduce__(self) -> tuple[object, ...]:

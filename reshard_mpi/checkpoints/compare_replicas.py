@@ -15,7 +15,7 @@ from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.comparison_choice import ReplicaGroup
-from reshard_mpi.planning.rank_plan import Check, Copy, Limits, SharedFact, TensorPlan
+from reshard_mpi.planning.rank_plan import Check, Limits, ReadItem, SharedFact, TensorPlan
 from reshard_mpi.planning.source_flaws import Differing, PrefixDigest, UnusableShard, named
 from reshard_mpi.planning.source_tensors import TensorPart
 from reshard_mpi.text import KIB
@@ -68,17 +68,17 @@ def compare_checks(
     from reshard_mpi.engine.first_difference import first_difference
 
     for check in checks:
-        if any(takes_numpy(copy, copy.target_region, limits.buffer_bytes) for copy in check.copies):
+        if any(takes_numpy(item, item.target_region, limits.buffer_bytes) for item in check.reads):
             before_gathering()
         differing = first_difference(check, limits=limits)
         if differing is None:
             continue
         if check.refuse:
             raise _difference(source, check, differing[0].source_rank, differing[1])
-        first, *others = check.copies
+        first, *others = check.reads
         with Files() as files:
-            pairs = (check._replace(copies=(first, other)) for other in others)
-            ranks = [pair.copies[1].source_rank for pair in pairs if first_difference(pair, limits=limits, files=files)]
+            pairs = (check._replace(reads=(first, other)) for other in others)
+            ranks = [pair.reads[1].source_rank for pair in pairs if first_difference(pair, limits=limits, files=files)]
         yield Differing(check.name, (first.source_rank, *ranks))
 
 
@@ -99,7 +99,7 @@ def digests_of(starts: Iterable[TensorPlan], limits: Limits) -> tuple[PrefixDige
             PrefixDigest(
                 start.spec.name,
                 hashlib.sha256(_content(start, files, limits)).hexdigest(),
-                start.copies[0].source_rank,
+                start.reads[0].source_rank,
             )
             for start in starts
         )
@@ -108,7 +108,7 @@ def digests_of(starts: Iterable[TensorPlan], limits: Limits) -> tuple[PrefixDige
 def _content(tensor: TensorPlan, files: Files, limits: Limits) -> bytes:
     """Return the bytes of a small tensor."""
     content = bytearray(tensor.spec.size_bytes)
-    for region in tensor.copies:
+    for region in tensor.reads:
         fill(files, region, tensor.spec.box, memoryview(content), limits)
     return bytes(content)
 
@@ -124,7 +124,7 @@ def comparing_bytes(limits: Limits) -> int:
 
 def _difference(source: SourceCheckpoint, check: Check, other_rank: int, element: Sequence[int]) -> DisagreementError:
     """Return the error for two copies of `check` that differ first at `element`."""
-    ranks = (check.copies[0].source_rank, other_rank)
+    ranks = (check.reads[0].source_rank, other_rank)
     return DisagreementError(
         f"copies of {check.name!r} differ",
         expected=f"the same bytes on ranks {ranks[0]} and {ranks[1]}",
@@ -147,17 +147,17 @@ class _Comparison:
         """Compare the tensors of `group`, which the same ranks hold. Raises what `compare` raises."""
         from reshard_mpi.engine.first_difference import digest_unless_zeros, first_difference
 
-        first: dict[tuple[int, str], Copy] = {}  # the first copy of each tensor, by its place in the group and its name
+        first: dict[tuple[int, str], ReadItem] = {}  # of each tensor, by its place in the group and its name
         for batch in self._batches(group[0].parts):
             with Files() as files:
                 for place, alike in enumerate(group):
                     for name in alike.names:
-                        copies = list(_copies(alike, name, batch, first.get((place, name))))
-                        if copies:
-                            first[place, name] = copies[0]
-                        if len(copies) < 2:
+                        reads = list(_read_items(alike, name, batch, first.get((place, name))))
+                        if reads:
+                            first[place, name] = reads[0]
+                        if len(reads) < 2:
                             continue
-                        check = Check(name, tuple(copies), refuse=True, why=alike.why)
+                        check = Check(name, tuple(reads), refuse=True, why=alike.why)
                         differing = first_difference(check, limits=self._limits, files=files, on_bytes=self._on_bytes)
                         if differing is not None:
                             other, element = differing
@@ -167,10 +167,10 @@ class _Comparison:
         unasked = self._unasked(group[0].parts)
         for place, alike in enumerate(group) if unasked else ():
             for name in alike.names if alike.is_partial else ():
-                copy = first.get((place, name))
+                item = first.get((place, name))
                 with Files() as files:
-                    if copy is not None and digest_unless_zeros(copy, limits=self._limits, files=files) is not None:
-                        raise _of_others(name, copy.source_rank, unasked, self._source)
+                    if item is not None and digest_unless_zeros(item, limits=self._limits, files=files) is not None:
+                        raise _of_others(name, item.source_rank, unasked, self._source)
 
     def tell_apart(self, group: Sequence[ReplicaGroup]) -> None:
         """Make sure that no two copies of the tensors of `group`, which the same ranks hold, are the same.
@@ -190,10 +190,10 @@ class _Comparison:
 
         with Files() as files:
             for check in _checks(group, batch):
-                same = first_same(check, limits=self._limits, files=files) if len(check.copies) > 1 else None
+                same = first_same(check, limits=self._limits, files=files) if len(check.reads) > 1 else None
                 if same is not None:
                     raise _not_apart(self._source, check.name, check.why, same)
-                self._on_bytes(sum(copy.size_bytes for copy in check.copies))
+                self._on_bytes(sum(item.size_bytes for item in check.reads))
 
     def _tell_apart_by_digests(self, group: Sequence[ReplicaGroup], batches: Iterable[Iterable[_Holder]]) -> None:
         from reshard_mpi.engine.first_difference import digest_unless_zeros
@@ -202,14 +202,14 @@ class _Comparison:
         for batch in batches:
             with Files() as files:
                 for number, check in enumerate(_checks(group, batch)):
-                    for copy in check.copies:
-                        digest = digest_unless_zeros(copy, limits=self._limits, files=files)
-                        self._on_bytes(copy.size_bytes)
+                    for item in check.reads:
+                        digest = digest_unless_zeros(item, limits=self._limits, files=files)
+                        self._on_bytes(item.size_bytes)
                         if digest is None:
                             continue
-                        other = rank_of.setdefault((number, check.name, digest), copy.source_rank)
-                        if other != copy.source_rank:
-                            same = other, copy.source_rank
+                        other = rank_of.setdefault((number, check.name, digest), item.source_rank)
+                        if other != item.source_rank:
+                            same = other, item.source_rank
                             raise _not_apart(self._source, check.name, check.why, same)
 
     def _unasked(self, parts: Sequence[TensorPart]) -> list[int]:
@@ -239,16 +239,16 @@ class _Comparison:
 
 def _portions(group: Iterable[ReplicaGroup]) -> Iterator[tuple[ReplicaGroup, ...]]:
     """Cut checks of the same ranks into portions small enough that all copies of one can be kept in memory."""
-    portion, copies = list[ReplicaGroup](), 0
+    portion, reads = list[ReplicaGroup](), 0
     for alike in group:
         names = max(1, _MAX_DIGESTS // alike.replicas)
         for first in range(0, len(alike.names), names):
             part = alike._replace(names=alike.names[first : first + names])
-            if portion and copies + len(part.names) * part.replicas > _MAX_DIGESTS:
+            if portion and reads + len(part.names) * part.replicas > _MAX_DIGESTS:
                 yield tuple(portion)
-                portion, copies = [], 0
+                portion, reads = [], 0
             portion.append(part)
-            copies += len(part.names) * part.replicas
+            reads += len(part.names) * part.replicas
     if portion:
         yield tuple(portion)
 
@@ -258,7 +258,7 @@ def _checks(group: Sequence[ReplicaGroup], batch: Iterable[_Holder]) -> Iterator
     shards = list(batch)
     for alike in group:
         for name in alike.names:
-            yield Check(name, tuple(_copies(alike, name, shards)), refuse=True, why=alike.why)
+            yield Check(name, tuple(_read_items(alike, name, shards)), refuse=True, why=alike.why)
 
 
 def _not_apart(source: SourceCheckpoint, name: str, why: str, same: Sequence[int]) -> DisagreementError:
@@ -297,15 +297,17 @@ def _of_unlisted(name: str, error: DisagreementError, source: SourceCheckpoint) 
     )
 
 
-def _copies(alike: ReplicaGroup, name: str, batch: Iterable[_Holder], first_copy: Copy | None = None) -> Iterator[Copy]:
-    """Yield the copies of one tensor in a batch of shards, after the `first_copy` one of an earlier batch.
+def _read_items(
+    alike: ReplicaGroup, name: str, batch: Iterable[_Holder], first_item: ReadItem | None = None
+) -> Iterator[ReadItem]:
+    """Yield the copies of one tensor in a batch of shards, after `first_item` of an earlier batch.
 
     Raises DisagreementError for a copy of another shape or type.
     """
     first: TensorEntry | None = None
-    if first_copy is not None:
-        first = first_copy.source
-        yield first_copy
+    if first_item is not None:
+        first = first_item.source
+        yield first_item
     for number, rank, manifest in batch:
         entry, box = manifest.tensors.get(name), alike.parts[number].box
         if entry is None:
@@ -319,4 +321,4 @@ def _copies(alike: ReplicaGroup, name: str, batch: Iterable[_Holder], first_copy
                 where=manifest.path,
                 remedy="use shards of one and the same checkpoint",
             )
-        yield Copy(rank, entry, box, alike.region)
+        yield ReadItem(rank, entry, box, alike.region)

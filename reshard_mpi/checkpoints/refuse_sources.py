@@ -21,7 +21,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.structure import is_file_name
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.planning.comparison_choice import kind_of
-from reshard_mpi.planning.rank_plan import Check, Copy, Limits
+from reshard_mpi.planning.rank_plan import Check, Limits, ReadItem
 from reshard_mpi.planning.shared_facts import not_carried
 from reshard_mpi.planning.source_flaws import modified_warning, named
 from reshard_mpi.sharding.box import Box
@@ -225,8 +225,8 @@ def _samples(ours: TensorEntry, theirs: TensorEntry) -> Iterator[Check]:
     places = {0, count - length, *(generator.randint(0, count - length) for _ in range(_SAMPLES - 2))}
     for first in sorted(places):
         for region in whole.blocks(max(1, length), first, first + length):
-            copies = (Copy(0, ours, whole, region), Copy(1, theirs, whole, region))
-            yield Check(ours.name, copies, refuse=True, why="")
+            reads = (ReadItem(0, ours, whole, region), ReadItem(1, theirs, whole, region))
+            yield Check(ours.name, reads, refuse=True, why="")
 
 
 # Files that name the folder of the latest save, as DeepSpeed and its converter write them.

@@ -20,7 +20,7 @@ from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.chunk_reads import held_tensor
-from reshard_mpi.planning.rank_plan import Copy, Limits, RankPlan, TensorPlan, meeting
+from reshard_mpi.planning.rank_plan import Limits, RankPlan, ReadItem, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Runs, common_runs, run_length
 
@@ -276,11 +276,11 @@ def sum_shard(
             first, last = (0, spec.box.size) if span is None else _elements_within(entry, span)
             if first == last and spec.box.size:
                 continue  # no element begins in the span; a tensor without elements belongs to every span
-            own, limit = held_tensor(spec, target).copies, max(1, len(buffer) // spec.dtype.itemsize_bytes)
+            own, limit = held_tensor(spec, target).reads, max(1, len(buffer) // spec.dtype.itemsize_bytes)
             of_shown, of_others = list[Box](), list[Box]()
             for start, stop, is_shown in _divided(entry, first, last, shown.spans):
                 (of_shown if is_shown else of_others).extend(spec.box.blocks(limit, start, stop))
-            expected = _sum(files, spec, tensor.copies, of_others, buffer, limits, lambda size: on_bytes(size // 2))
+            expected = _sum(files, spec, tensor.reads, of_others, buffer, limits, lambda size: on_bytes(size // 2))
             actual = _sum(files, spec, own, of_others, buffer, limits, lambda size: on_bytes(size - size // 2))
             alike = _sum(files, spec, own, of_shown, buffer, limits, on_bytes)
             whole_bytes = Box.whole(spec.global_shape).size * spec.dtype.itemsize_bytes
@@ -317,7 +317,7 @@ def sum_tensors(tensors: Iterable[TensorPlan], *, limits: Limits, on_bytes: OnBy
         for tensor in tensors:
             spec = tensor.spec
             blocks = spec.box.blocks(max(1, len(buffer) // spec.dtype.itemsize_bytes))
-            yield Summed(spec, None, _sum(files, spec, tensor.copies, blocks, buffer, limits, on_bytes))
+            yield Summed(spec, None, _sum(files, spec, tensor.reads, blocks, buffer, limits, on_bytes))
 
 
 def takes_numpy(spec: TensorSpec, entry: TensorEntry) -> bool:
@@ -336,17 +336,17 @@ def _elements_within(entry: TensorEntry, span: Span) -> tuple[int, int]:
 def _sum(
     files: Files,
     spec: TensorSpec,
-    copies: Sequence[Copy],
+    reads: Sequence[ReadItem],
     blocks: Iterable[Box],
     buffer: memoryview,
     limits: Limits,
     on_bytes: OnBytes,
 ) -> int:
-    """Return the sum of the elements in `blocks`, read by `copies`. on_bytes: called with the size of each block."""
+    """Return the sum of the elements in `blocks`, read by `reads`. on_bytes: called with the size of each block."""
     itemsize = spec.dtype.itemsize_bytes
     summed = PartSum(Box.whole(spec.global_shape), itemsize)
     for block in blocks:
-        for part in meeting(copies, block):
+        for part in meeting(reads, block):
             region = part.target_region
             content = buffer[: region.size * itemsize]
             read_region(files, part, region, content, limits)

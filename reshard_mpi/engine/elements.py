@@ -21,7 +21,7 @@ import numpy as np
 
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.dtypes import BY_NAME, DType
-from reshard_mpi.planning.rank_plan import Copy
+from reshard_mpi.planning.rank_plan import ReadItem
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides
 
@@ -283,15 +283,15 @@ def target_view(out: Array, strides: Strides) -> Array:
     return np.ndarray(shape, out.dtype, out, strides.target_offset * itemsize, steps)
 
 
-def put(elements: Array, copy: Copy, out: Array, out_box: Box) -> None:
-    """Put the elements of a copy's region, row-major, in their places in `out`, which holds `out_box`."""
-    strides = strides_alone(copy, out_box)
+def put(elements: Array, item: ReadItem, out: Array, out_box: Box) -> None:
+    """Put the elements of an item's region, row-major, in their places in `out`, which holds `out_box`."""
+    strides = strides_alone(item, out_box)
     assign(target_view(out, strides), source_view(elements.data, out.dtype, strides))
 
 
-def strides_alone(copy: Copy, out_box: Box) -> Strides:
-    """Return the strides of a copy's elements in a row-major array of its region alone, and in one of `out_box`."""
-    return Strides.between(copy.region, copy.region, copy.target_region, out_box, copy.order)
+def strides_alone(item: ReadItem, out_box: Box) -> Strides:
+    """Return the strides of an item's elements in a row-major array of its region alone, and in one of `out_box`."""
+    return Strides.between(item.region, item.region, item.target_region, out_box, item.order)
 
 
 def assign(target: Array, source: Array) -> None:

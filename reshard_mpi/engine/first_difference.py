@@ -13,7 +13,7 @@ from reshard_mpi.formats.locations import ByteRange, Dequantized, LibraryRead, R
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.chunk_reads import held_tensor
 from reshard_mpi.planning.rank_choice import is_partial_sum
-from reshard_mpi.planning.rank_plan import Check, Copy, Limits, RankPlan, TensorPlan, meeting
+from reshard_mpi.planning.rank_plan import Check, Limits, RankPlan, ReadItem, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import KIB
 
@@ -23,7 +23,7 @@ _TELLING_BYTES = 64 * KIB
 
 def first_difference(
     check: Check, *, limits: Limits, files: Files | None = None, on_bytes: OnBytes = lambda _: None
-) -> tuple[Copy, tuple[int, ...]] | None:
+) -> tuple[ReadItem, tuple[int, ...]] | None:
     """Return a copy that differs from the check's first one, and the index of the first element that differs.
 
     The index is that in the target. None if all copies are equal. Every copy is read once.
@@ -35,7 +35,7 @@ def first_difference(
     if files is None:
         with Files() as files:
             return first_difference(check, limits=limits, files=files, on_bytes=on_bytes)
-    first, *others = check.copies
+    first, *others = check.reads
     itemsize = first.source.dtype.itemsize_bytes
     most_elements = max(1, min(first.region.size, limits.buffer_bytes // 2 // itemsize))
     expected, got = bytearray(most_elements * itemsize), bytearray(most_elements * itemsize)
@@ -43,11 +43,11 @@ def first_difference(
         # Behind the block, both contents have the same bytes of a larger block before, so all can be compared.
         expected_block, got_block = (memoryview(content)[: block.size * itemsize] for content in (expected, got))
         read_region(files, first, block, expected_block, limits)
-        for copy in others:
-            read_region(files, copy, block, got_block, limits)
+        for item in others:
+            read_region(files, item, block, got_block, limits)
             if expected != got:  # compared as bytes, which is far faster than through views
-                return copy, _element(block, _first_differing_byte(expected, got) // itemsize)
-        on_bytes(block.size * itemsize * len(check.copies))
+                return item, _element(block, _first_differing_byte(expected, got) // itemsize)
+        on_bytes(block.size * itemsize * len(check.reads))
     return None
 
 
@@ -56,41 +56,41 @@ def first_same(check: Check, *, limits: Limits, files: Files) -> tuple[int, int]
 
     It ends with the first block by which all copies are told apart.
     """
-    alike, has_values = [check.copies], [False]  # copies that are the same so far, and whether they hold anything
-    for block, content in _telling_blocks(check.copies[0], limits):
-        divided: dict[tuple[int, bytes], list[Copy]] = {}
-        for number, copies in enumerate(alike):
-            for copy in copies:
-                read_region(files, copy, block, content, limits)
-                divided.setdefault((number, hashlib.sha256(content).digest()), []).append(copy)
+    alike, has_values = [check.reads], [False]  # copies that are the same so far, and whether they hold anything
+    for block, content in _telling_blocks(check.reads[0], limits):
+        divided: dict[tuple[int, bytes], list[ReadItem]] = {}
+        for number, reads in enumerate(alike):
+            for item in reads:
+                read_region(files, item, block, content, limits)
+                divided.setdefault((number, hashlib.sha256(content).digest()), []).append(item)
         zeros = hashlib.sha256(bytes(len(content))).digest()
-        left = [(key, copies) for key, copies in divided.items() if len(copies) > 1]
+        left = [(key, reads) for key, reads in divided.items() if len(reads) > 1]
         alike, has_values = (
-            [tuple(copies) for _, copies in left],
+            [tuple(reads) for _, reads in left],
             [has_values[number] or digest != zeros for (number, digest), _ in left],
         )
         if not alike:
             return None
-    same = next((copies for copies, holds in zip(alike, has_values) if holds), None)
+    same = next((reads for reads, holds in zip(alike, has_values) if holds), None)
     return None if same is None else (same[0].source_rank, same[1].source_rank)
 
 
-def digest_unless_zeros(copy: Copy, *, limits: Limits, files: Files) -> bytes | None:
+def digest_unless_zeros(item: ReadItem, *, limits: Limits, files: Files) -> bytes | None:
     """Return a digest of all bytes of a copy; None if they are all zero."""
     digest, has_values = hashlib.sha256(), False
-    for block, content in _telling_blocks(copy, limits):
-        read_region(files, copy, block, content, limits)
+    for block, content in _telling_blocks(item, limits):
+        read_region(files, item, block, content, limits)
         digest.update(content)
         has_values = has_values or content != bytes(len(content))
     return digest.digest() if has_values else None
 
 
-def _telling_blocks(copy: Copy, limits: Limits) -> Iterator[tuple[Box, memoryview]]:
+def _telling_blocks(item: ReadItem, limits: Limits) -> Iterator[tuple[Box, memoryview]]:
     """Yield the blocks of a copy by which it is told apart from others, each with a buffer for its bytes."""
-    itemsize = copy.source.dtype.itemsize_bytes
-    most_elements = max(1, min(copy.region.size, _TELLING_BYTES // itemsize, limits.buffer_bytes // itemsize))
+    itemsize = item.source.dtype.itemsize_bytes
+    most_elements = max(1, min(item.region.size, _TELLING_BYTES // itemsize, limits.buffer_bytes // itemsize))
     content = memoryview(bytearray(most_elements * itemsize))
-    for block in copy.target_region.blocks(most_elements):
+    for block in item.target_region.blocks(most_elements):
         yield block, content[: block.size * itemsize]
 
 
@@ -154,12 +154,12 @@ def where_it_differs(plan: RankPlan, target: Manifest, name: str, limits: Limits
 def value_at(files: Files, tensor: TensorPlan, element: tuple[int, ...], limits: Limits) -> str:
     """Return the value of an element of a tensor, its bytes, and their place in the files, as words."""
     content = element_of(files, tensor, element, limits)
-    (copy,) = meeting(tensor.copies, Box(element, tuple(index + 1 for index in element)))
-    return f"{numbers(content, tensor.spec.dtype)[0]} ({content.hex()}) {_place(copy, element)}"
+    (item,) = meeting(tensor.reads, Box(element, tuple(index + 1 for index in element)))
+    return f"{numbers(content, tensor.spec.dtype)[0]} ({content.hex()}) {_place(item, element)}"
 
 
-def _place(copy: Copy, element: tuple[int, ...]) -> str:
-    place, source = place_of(copy, element), copy.source.unconverted.source
+def _place(item: ReadItem, element: tuple[int, ...]) -> str:
+    place, source = place_of(item, element), item.source.unconverted.source
     if place is not None:
         return f"at byte {place.offset_bytes} of {place.path}"
     if isinstance(source, Reduced):
@@ -169,16 +169,16 @@ def _place(copy: Copy, element: tuple[int, ...]) -> str:
     return f"in {source.path}" if isinstance(source, LibraryRead) else "in no file"
 
 
-def place_of(copy: Copy, element: tuple[int, ...]) -> ByteRange | None:
+def place_of(item: ReadItem, element: tuple[int, ...]) -> ByteRange | None:
     """Return the first file range of an element's bytes. element: its index in the target.
 
     None if it is compressed, or in no file.
     """
-    entry = copy.source.unconverted
+    entry = item.source.unconverted
     stored = entry.stored
     if stored is None:
         return None
-    part = copy.part(Box(element, tuple(index + 1 for index in element)))
+    part = item.part(Box(element, tuple(index + 1 for index in element)))
     itemsize = entry.dtype.itemsize_bytes
     return next(Stream(stored).parts(part.source_strides.source_offset * itemsize, itemsize))
 
@@ -207,7 +207,7 @@ def contents(
     most_elements = max(1, min(box.size, most_elements or limits.buffer_bytes // 2 // itemsize))
     content = bytearray(most_elements * itemsize)
     for block in box.blocks(most_elements):
-        for part in meeting(tensor.copies, block):
+        for part in meeting(tensor.reads, block):
             fill(files, part, block, memoryview(content)[: block.size * itemsize], limits)
         yield block, content
 

@@ -35,7 +35,7 @@ from reshard_mpi.engine.tiles import with_space
 from reshard_mpi.formats.dtypes import BY_NAME, DType, to_numpy
 from reshard_mpi.formats.locations import ByteRange, Constant, Converted, Dequantized, LibraryRead, Reduced
 from reshard_mpi.formats.tensor_table import TensorType
-from reshard_mpi.planning.rank_plan import Copy, Limits, meeting
+from reshard_mpi.planning.rank_plan import Limits, ReadItem, meeting
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides
 from reshard_mpi.text import KIB, MIB
@@ -115,47 +115,47 @@ _CONVERTED_BYTES, _JOINED_BYTES = 4 * MIB, 2 * MIB
 _READ_TO_CONVERT_BYTES = 256 * KIB
 
 
-def gather(files: Files, copy: Copy, out: Array, out_box: Box, limits: Limits) -> None:
-    """Read the source of a copy into its target region of an array.
+def gather(files: Files, item: ReadItem, out: Array, out_box: Box, limits: Limits) -> None:
+    """Read the source of an item into its target region of an array.
 
     Args:
-        out: a C-contiguous array of raw elements (see `raw_dtype`) that holds `out_box`, in which the copy's target
+        out: a C-contiguous array of raw elements (see `raw_dtype`) that holds `out_box`, in which the item's target
             region must lie. At most `limits.window_bytes` of the source are mapped at a time.
 
     Raises ShardError if the source cannot be read.
     """
-    source = copy.source.source
-    if not copy.region.size:
+    source = item.source.source
+    if not item.region.size:
         return
     if isinstance(source, Constant):
-        target_view(out, copy.strides(out_box))[...] = np.frombuffer(source.element, out.dtype)[0]
+        target_view(out, item.strides(out_box))[...] = np.frombuffer(source.element, out.dtype)[0]
         return
     if isinstance(source, LibraryRead | Reduced | Dequantized):
-        for part, elements in _read_whole(files, copy, source, limits):
+        for part, elements in _read_whole(files, item, source, limits):
             put(elements.view(out.dtype).reshape(-1), part, out, out_box)
         return
-    places = copy.strides(out_box)
-    if places.is_transposed and _is_in_long_runs(copy):
-        _gather_turned(files, copy, out, out_box, limits)
+    places = item.strides(out_box)
+    if places.is_transposed and _is_in_long_runs(item):
+        _gather_turned(files, item, out, out_box, limits)
         return
     if isinstance(source, Converted):
-        _gather_converted(files, copy, source, out, out_box, limits)
+        _gather_converted(files, item, source, out, out_box, limits)
         return
-    stored = copy.source.stored
+    stored = item.source.stored
     assert stored is not None
     if _is_read_singly(places, out.itemsize) or (files.is_sparing and _is_sparse(places, out.itemsize)):
         _read_runs(files, Stream(stored), places, memoryview(out.reshape(-1).view(np.uint8).data), out.itemsize)
     else:
-        _gather_windows(files, Stream(stored), copy, out, out_box, limits)
+        _gather_windows(files, Stream(stored), item, out, out_box, limits)
     if source.swapped:
-        swap(out, places, copy.source.dtype)
+        swap(out, places, item.source.dtype)
 
 
-def _gather_windows(files: Files, stream: Stream, copy: Copy, out: Array, out_box: Box, limits: Limits) -> None:
-    """Read a copy from windows, or straight where it is one run."""
+def _gather_windows(files: Files, stream: Stream, item: ReadItem, out: Array, out_box: Box, limits: Limits) -> None:
+    """Read an item from windows, or straight where it is one run."""
     itemsize = out.dtype.itemsize
     flat = memoryview(out.reshape(-1).view(np.uint8).data)
-    for strides, ranges in _readable(stream, copy, out_box, itemsize, limits.window_bytes):
+    for strides, ranges in _readable(stream, item, out_box, itemsize, limits.window_bytes):
         if strides.run_length == strides.size:
             files.read_all(ranges, flat[strides.target_offset * itemsize :])
         else:
@@ -163,15 +163,15 @@ def _gather_windows(files: Files, stream: Stream, copy: Copy, out: Array, out_bo
                 assign(target_view(out, strides), source_view(window, out.dtype, strides))
 
 
-def gather_into(files: Files, copy: Copy, block: Box, buffer: memoryview, limits: Limits) -> None:
-    """Read the source of a copy into its target region of `buffer`, which holds the elements of `block`, row-major."""
-    array = np.frombuffer(buffer, raw_dtype(copy.source.dtype), block.size).reshape(block.shape)
-    gather(files, copy, array, block, limits)
+def gather_into(files: Files, item: ReadItem, block: Box, buffer: memoryview, limits: Limits) -> None:
+    """Read the source of an item into its target region of `buffer`, which holds the elements of `block`, row-major."""
+    array = np.frombuffer(buffer, raw_dtype(item.source.dtype), block.size).reshape(block.shape)
+    gather(files, item, array, block, limits)
 
 
-def _is_in_long_runs(copy: Copy) -> bool:
+def _is_in_long_runs(item: ReadItem) -> bool:
     """Tell whether a region's runs in the source are long enough to be read one by one, and its axes turned then."""
-    entry, part = copy.source.unconverted, _InStoredOrder.of(copy)
+    entry, part = item.source.unconverted, _InStoredOrder.of(item)
     if entry.stored is None:
         return False
     region = part.turned.region
@@ -193,9 +193,9 @@ def _is_sparse(places: Strides, itemsize: int) -> bool:
     return gap_bytes >= _WIDE_GAP_BYTES or places.run_length * itemsize >= _MIN_RUN_APART_BYTES
 
 
-def _gather_turned(files: Files, copy: Copy, out: Array, out_box: Box, limits: Limits) -> None:
-    """Read a copy in the order in which its elements lie, a part at a time, and then turn its axes."""
-    part, itemsize = _InStoredOrder.of(copy), out.itemsize
+def _gather_turned(files: Files, item: ReadItem, out: Array, out_box: Box, limits: Limits) -> None:
+    """Read an item in the order in which its elements lie, a part at a time, and then turn its axes."""
+    part, itemsize = _InStoredOrder.of(item), out.itemsize
     for block in part.turned.region.blocks(max(1, limits.window_bytes // 2 // itemsize)):
         spaced = with_space(block, itemsize)
         content = np.frombuffer(files.scratch(spaced.size * itemsize), out.dtype)
@@ -225,13 +225,13 @@ def _read_runs(files: Files, stream: Stream, strides: Strides, content: memoryvi
 
 
 def _readable(
-    stream: Stream, copy: Copy, out_box: Box, itemsize: int, window_bytes: int
+    stream: Stream, item: ReadItem, out_box: Box, itemsize: int, window_bytes: int
 ) -> Iterator[tuple[Strides, tuple[ByteRange, ...]]]:
-    """Yield the parts of a copy, cut until each is one run or lies in one file range that fits a window.
+    """Yield the parts of an item, cut until each is one run or lies in one file range that fits a window.
 
     Each comes with its strides and file ranges, in the order of the source.
     """
-    strides = copy.strides(out_box)
+    strides = item.strides(out_box)
     span_bytes = strides.source_span * itemsize
     one_run = strides.run_length == strides.size
     if one_run or span_bytes <= window_bytes:
@@ -239,47 +239,47 @@ def _readable(
         if one_run or len(ranges) == 1:
             yield strides, ranges
             return
-    for half in copy.halves():
+    for half in item.halves():
         yield from _readable(stream, half, out_box, itemsize, window_bytes)
 
 
-def _decoded(files: Files, copy: Copy, source: LibraryRead, limits: Limits) -> Iterator[tuple[Copy, Array]]:
-    """Read a copy through the format's library; yield blocks of whole chunks along the first dimension."""
-    for part in _decodable(copy, source, limits):
+def _decoded(files: Files, item: ReadItem, source: LibraryRead, limits: Limits) -> Iterator[tuple[ReadItem, Array]]:
+    """Read an item through the format's library; yield blocks of whole chunks along the first dimension."""
+    for part in _decodable(item, source, limits):
         local = part.region.relative_to(part.source_box)
         try:
             elements = source.read(local)
         except OSError as error:
             raise unreadable(source.path, error) from error
         yield part, elements
-        files.traffic.requested_bytes += local.size * copy.source.dtype.itemsize_bytes
+        files.traffic.requested_bytes += local.size * item.source.dtype.itemsize_bytes
 
 
-def _decodable(copy: Copy, source: LibraryRead, limits: Limits) -> Iterator[Copy]:
-    """Yield the parts of a copy, cut between chunks along the source's first dimension to decode little at once."""
-    local = copy.region.relative_to(copy.source_box)
+def _decodable(item: ReadItem, source: LibraryRead, limits: Limits) -> Iterator[ReadItem]:
+    """Yield the parts of an item, cut between chunks along the source's first dimension to decode little at once."""
+    local = item.region.relative_to(item.source_box)
     if not local.ndim or local.shape[0] < 2:
-        yield copy
+        yield item
         return
-    row_bytes = copy.source.dtype.itemsize_bytes * math.prod(local.shape[1:])
+    row_bytes = item.source.dtype.itemsize_bytes * math.prod(local.shape[1:])
     chunk = max(1, source.chunk[0])
     step = max(chunk, limits.buffer_bytes // max(1, row_bytes) // chunk * chunk)
     first = local.start[0]
     while first < local.stop[0]:
         last = min(local.stop[0], (first // step + 1) * step)
-        yield copy.rows(first - local.start[0], last - local.start[0])
+        yield item.rows(first - local.start[0], last - local.start[0])
         first = last
 
 
-def _joined(files: Files, copy: Copy, source: Reduced, limits: Limits) -> Iterator[tuple[Copy, Array]]:
-    """Read the tensors whose sum or mean a copy is; yield its parts, with the row-major elements of their regions."""
-    dtype = copy.source.dtype
+def _joined(files: Files, item: ReadItem, source: Reduced, limits: Limits) -> Iterator[tuple[ReadItem, Array]]:
+    """Read the tensors whose sum or mean an item is; yield its parts, with the row-major elements of their regions."""
+    dtype = item.source.dtype
     chunked = [place for place in source.places if isinstance(place, LibraryRead)]
     if chunked:
-        parts = _decodable(copy, max(chunked, key=lambda place: place.chunk[:1]), limits)
+        parts = _decodable(item, max(chunked, key=lambda place: place.chunk[:1]), limits)
     else:
         most_elements = max(1, _JOINED_BYTES // dtype.itemsize_bytes)
-        parts = (copy.taking(block) for block in copy.region.blocks(most_elements))
+        parts = (item.taking(block) for block in item.region.blocks(most_elements))
     for part in parts:
         joining = Reduction(dtype, part.region.size, is_mean=source.is_mean, keeps_equal=source.keeps_equal)
         content = np.empty(part.region.shape, raw_dtype(dtype))
@@ -292,32 +292,34 @@ def _joined(files: Files, copy: Copy, source: Reduced, limits: Limits) -> Iterat
         yield part, elements
 
 
-def _dequantized(files: Files, copy: Copy, source: Dequantized, limits: Limits) -> Iterator[tuple[Copy, Array]]:
-    """Compute a copy of a quantized weight; yield its parts, with their elements."""
+def _dequantized(files: Files, item: ReadItem, source: Dequantized, limits: Limits) -> Iterator[tuple[ReadItem, Array]]:
+    """Compute an item of a quantized weight; yield its parts, with their elements."""
     from reshard_mpi.engine.dequantize import dequantized
 
     kinds = {name: TensorType(own.spec.dtype, own.spec.box.shape) for name, own in source.stored.items()}
 
     def read(name: str, box: Box) -> Array:
         elements = np.empty(box.shape, raw_dtype(kinds[name].dtype))
-        for part in meeting(source.stored[name].copies, box):
+        for part in meeting(source.stored[name].reads, box):
             gather(files, part, elements, box, limits)
         return elements
 
-    for block in copy.region.blocks(max(1, _CONVERTED_BYTES // _FLOAT32.itemsize_bytes)):
-        part = copy.taking(block)
+    for block in item.region.blocks(max(1, _CONVERTED_BYTES // _FLOAT32.itemsize_bytes)):
+        part = item.taking(block)
         yield part, dequantized(source.weight, part.region, kinds, read)
 
 
-def _gather_converted(files: Files, copy: Copy, source: Converted, out: Array, out_box: Box, limits: Limits) -> None:
-    """Convert a copy part by part, in the order in which it lies, and put each part in its place."""
-    dtype, stored = copy.source.dtype, source.dtype
+def _gather_converted(
+    files: Files, item: ReadItem, source: Converted, out: Array, out_box: Box, limits: Limits
+) -> None:
+    """Convert an item part by part, in the order in which it lies, and put each part in its place."""
+    dtype, stored = item.source.dtype, source.dtype
     most_elements = max(1, _CONVERTED_BYTES // max(dtype.itemsize_bytes, stored.itemsize_bytes))
-    most_elements = min(most_elements, copy.region.size)
-    unconverted = copy._replace(source=copy.source._replace(dtype=stored, source=source.place))
+    most_elements = min(most_elements, item.region.size)
+    unconverted = item._replace(source=item.source._replace(dtype=stored, source=source.place))
     scratch, flat = np.empty(most_elements, out.dtype), out.reshape(-1)
 
-    def put_converted(part: Copy, elements: Array) -> None:
+    def put_converted(part: ReadItem, elements: Array) -> None:
         converted = _one_run(part, out_box, flat)
         place = scratch[: len(elements)] if converted is None else converted
         files.traffic.too_large += convert_elements(elements, stored, place, dtype)
@@ -344,20 +346,20 @@ def _gather_converted(files: Files, copy: Copy, source: Converted, out: Array, o
             put_converted(part, elements.reshape(-1))
 
 
-def _one_run(part: Copy, out_box: Box, flat: Array) -> Array | None:
-    """Return the elements of `flat`, which holds `out_box`, that a copy goes to; None if they are several runs."""
+def _one_run(part: ReadItem, out_box: Box, flat: Array) -> Array | None:
+    """Return the elements of `flat`, which holds `out_box`, that an item goes to; None if they are several runs."""
     strides = strides_alone(part, out_box)
     if strides.run_length != strides.size:
         return None
     return flat[strides.target_offset : strides.target_offset + strides.size]
 
 
-def _one_range(copy: Copy, block: Box) -> ByteRange | None:
-    """Return where a copy to `block` is stored if that is one range of a file, in the order of the block; else None."""
-    stored, strides = copy.source.stored, copy.strides(block)
+def _one_range(item: ReadItem, block: Box) -> ByteRange | None:
+    """Return where an item to `block` is stored if that is one range of a file in the block's order; else None."""
+    stored, strides = item.source.stored, item.strides(block)
     if stored is None or stored.swapped or not strides.run_length == strides.size == block.size:
         return None
-    itemsize = copy.source.dtype.itemsize_bytes
+    itemsize = item.source.dtype.itemsize_bytes
     return Stream(stored).one_part(strides.source_offset * itemsize, block.size * itemsize)
 
 
@@ -373,41 +375,41 @@ def _convert_range(files: Files, part: ByteRange, stored: DType, elements: Array
 
 
 def _read_whole(
-    files: Files, copy: Copy, source: LibraryRead | Reduced | Dequantized, limits: Limits
-) -> Iterator[tuple[Copy, Array]]:
-    """Read a copy of what can be read in no other order than its own; yield its parts, with their elements."""
+    files: Files, item: ReadItem, source: LibraryRead | Reduced | Dequantized, limits: Limits
+) -> Iterator[tuple[ReadItem, Array]]:
+    """Read an item of what can be read in no other order than its own; yield its parts, with their elements."""
     if isinstance(source, LibraryRead):
-        return _decoded(files, copy, source, limits)
+        return _decoded(files, item, source, limits)
     if isinstance(source, Dequantized):
-        return _dequantized(files, copy, source, limits)
-    return _joined(files, copy, source, limits)
+        return _dequantized(files, item, source, limits)
+    return _joined(files, item, source, limits)
 
 
 class _InStoredOrder(NamedTuple):
-    """A copy whose source has its axes in the order in which elements lie: those farthest apart come first."""
+    """A item whose source has its axes in the order in which elements lie: those farthest apart come first."""
 
-    copy: Copy  # the copy as it was
+    item: ReadItem  # the item as it was
     axes: tuple[int, ...]  # of its source, in that order
-    turned: Copy  # the copy with its regions so turned, which is good for nothing but to tell where its parts go
+    turned: ReadItem  # the item with its regions so turned, which is good for nothing but to tell where its parts go
     steps: tuple[int, ...] | None  # along the turned axes; None: it is row-major
 
     @classmethod
-    def of(cls, copy: Copy) -> _InStoredOrder:
-        steps, axes = copy.source.steps, tuple(range(copy.region.ndim))
+    def of(cls, item: ReadItem) -> _InStoredOrder:
+        steps, axes = item.source.steps, tuple(range(item.region.ndim))
         if steps is not None:
             axes = tuple(sorted(axes, key=lambda axis: -steps[axis] if steps[axis] else -math.inf))
-        turned = copy._replace(
-            source_box=_turned(copy.source_box, axes),
-            region=_turned(copy.region, axes),
-            to=copy.target_region,
-            order=tuple(axes.index(dim) for dim in copy.order or range(copy.region.ndim)),
+        turned = item._replace(
+            source_box=_turned(item.source_box, axes),
+            region=_turned(item.region, axes),
+            to=item.target_region,
+            order=tuple(axes.index(dim) for dim in item.order or range(item.region.ndim)),
         )
-        return cls(copy, axes, turned, None if steps is None else tuple(steps[axis] for axis in axes))
+        return cls(item, axes, turned, None if steps is None else tuple(steps[axis] for axis in axes))
 
-    def alone(self, block: Box) -> Copy:
-        """Return the copy of a part of the turned region to the same place of an array with turned axes."""
+    def alone(self, block: Box) -> ReadItem:
+        """Return the item of a part of the turned region to the same place of an array with turned axes."""
         inverse = tuple(self.axes.index(dim) for dim in range(len(self.axes)))
-        return self.copy._replace(region=_turned(block, inverse), to=block, order=self.axes)
+        return self.item._replace(region=_turned(block, inverse), to=block, order=self.axes)
 
 
 def _turned(box: Box, axes: tuple[int, ...]) -> Box:

@@ -9,7 +9,7 @@ from itertools import accumulate
 from reshard_mpi.engine.open_files import ByteRuns, Files
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead, StridedView
 from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.planning.rank_plan import Copy, Limits, TensorPlan, meeting
+from reshard_mpi.planning.rank_plan import Limits, ReadItem, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Runs, Strides
 
@@ -130,25 +130,25 @@ def _halves(runs: Runs) -> tuple[Runs, Runs]:
 _FEW_RUNS = 32
 
 
-def takes_numpy(copy: Copy, place: Box, buffer_bytes: int) -> bool:
-    """Tell whether numpy may be needed to read a copy into blocks of box `place`, each of `buffer_bytes` at most."""
-    if not copy.source.is_as_stored:
+def takes_numpy(item: ReadItem, place: Box, buffer_bytes: int) -> bool:
+    """Tell whether numpy may be needed to read an item into blocks of box `place`, each of `buffer_bytes` at most."""
+    if not item.source.is_as_stored:
         return True
-    length = copy.strides(place).run_length
-    length_bytes = length * copy.source.dtype.itemsize_bytes
+    length = item.strides(place).run_length
+    length_bytes = length * item.source.dtype.itemsize_bytes
     # A block may begin and end within a run.
-    return copy.region.size > _FEW_RUNS * length and buffer_bytes > (_FEW_RUNS - 2) * length_bytes
+    return item.region.size > _FEW_RUNS * length and buffer_bytes > (_FEW_RUNS - 2) * length_bytes
 
 
-def fill(files: Files, copy: Copy, block: Box, buffer: memoryview, limits: Limits) -> None:
-    """Read the source of a copy into its target region of `buffer`, which holds the elements of `block`, row-major.
+def fill(files: Files, item: ReadItem, block: Box, buffer: memoryview, limits: Limits) -> None:
+    """Read the source of an item into its target region of `buffer`, which holds the elements of `block`, row-major.
 
-    All of the copy's target region must lie in `block`. Raises ShardError if the source cannot be read.
+    All of the item's target region must lie in `block`. Raises ShardError if the source cannot be read.
     """
-    strides = copy.strides(block)
-    stored = copy.source.stored
+    strides = item.strides(block)
+    stored = item.source.stored
     if stored is not None and not stored.swapped and strides.size <= _FEW_RUNS * strides.run_length:
-        stream, itemsize = Stream(stored), copy.source.dtype.itemsize_bytes
+        stream, itemsize = Stream(stored), item.source.dtype.itemsize_bytes
         for runs in strides.runs():
             length_bytes = runs.length * itemsize
             for number in range(runs.repeats):
@@ -158,19 +158,19 @@ def fill(files: Files, copy: Copy, block: Box, buffer: memoryview, limits: Limit
         return
     from reshard_mpi.engine.gather import gather_into
 
-    gather_into(files, copy, block, buffer, limits)
+    gather_into(files, item, block, buffer, limits)
 
 
-def read_region(files: Files, copy: Copy, region: Box, buffer: memoryview, limits: Limits) -> None:
-    """Fill `buffer` with the row-major bytes of a region of the target, which must lie in the copy's target region."""
-    fill(files, copy.part(region), region, buffer, limits)
+def read_region(files: Files, item: ReadItem, region: Box, buffer: memoryview, limits: Limits) -> None:
+    """Fill `buffer` with the row-major bytes of a region of the target, which must lie in the item's target region."""
+    fill(files, item.part(region), region, buffer, limits)
 
 
 def element_of(files: Files, tensor: TensorPlan, index: tuple[int, ...], limits: Limits) -> bytes:
     """Return the bytes of the element at a global index."""
     box = Box(index, tuple(number + 1 for number in index))
     content = bytearray(tensor.spec.dtype.itemsize_bytes)
-    fill(files, meeting(tensor.copies, box)[0], box, memoryview(content), limits)
+    fill(files, meeting(tensor.reads, box)[0], box, memoryview(content), limits)
     return bytes(content)
 
 

@@ -119,7 +119,7 @@ class RegionReader:
         chosen, before, behind = indices[stepped], (slice(None),) * stepped, indices[stepped + 1 :]
         apart_bytes = math.prod(tensor.spec.box.shape[stepped + 1 :]) * out.itemsize * (chosen.step - 1)
         wide_bytes = math.prod(len(_dense(each)) for each in (*indices[:stepped], *behind)) * out.itemsize
-        if any(copy.order is not None or copy.source.stored is None for copy in tensor.copies):
+        if any(item.order is not None or item.source.stored is None for item in tensor.reads):
             # An index by itself would be many short runs of the source, or chunks that are decoded for each anew.
             together = max(1, _MOST_DECODED_BYTES // (wide_bytes * chosen.step))
         else:
@@ -144,18 +144,18 @@ class RegionReader:
             tuple(low + chosen[0] for low, chosen in zip(first, indices)),
             tuple(low + chosen[-1] + 1 for low, chosen in zip(first, indices)),
         )
-        copies = meeting(tensor.copies, box)
-        paths.update(path for copy in copies for path in paths_of(copy.source.source))
+        reads = meeting(tensor.reads, box)
+        paths.update(path for item in reads for path in paths_of(item.source.source))
         whole = _enclosing(out)
         if whole is not None:
             outer = Box.at(box.start, whole.shape)
-            for copy in copies:
-                gather(files, copy, whole, outer, self._limits)
+            for item in reads:
+                gather(files, item, whole, outer, self._limits)
             return
         for block in box.blocks(max(1, _MOST_ASIDE_BYTES // out.itemsize)):
             aside = np.empty(block.shape, out.dtype)
-            for copy in meeting(copies, block):
-                gather(files, copy, aside, block, self._limits)
+            for item in meeting(reads, block):
+                gather(files, item, aside, block, self._limits)
             local = block.relative_to(box)
             out[tuple(map(slice, local.start, local.stop))] = aside
 

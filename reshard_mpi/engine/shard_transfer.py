@@ -1,7 +1,7 @@
 """Fill the shard file whose space a format has reserved, as its plan says (`write_shard`).
 
 Copies of few or long runs are made by the kernel. Copies in which axes change places go tile by tile (`tiles`). Short
-runs that follow one another in the source are read straight to their places in a buffer (`Scatter`). All other copies
+runs that follow one another in the source are read straight to their places in a buffer (`Scatter`). All other items
 are read into a buffer region by region (`read.fill`), and small tensors are moved many at a time (`batches`).
 """
 
@@ -18,7 +18,7 @@ from reshard_mpi.engine.read import Stream, byte_runs, element_blocks, fill, tak
 from reshard_mpi.formats.locations import ByteRanges, Location
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.planning.rank_plan import Copy, Limits, PlannedTensors, RankPlan, TensorPlan
+from reshard_mpi.planning.rank_plan import Limits, PlannedTensors, RankPlan, ReadItem, TensorPlan
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Runs
 from reshard_mpi.text import KIB, MIB
@@ -35,21 +35,21 @@ _KEPT_PLACES = 8
 
 
 class Scatter:
-    """Fills blocks of target tensors from copies whose elements are in the same order in source and target."""
+    """Fills blocks of target tensors from items whose elements are in the same order in source and target."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
         self._places: OrderedDict[tuple[int, int, Runs], list[memoryview]] = OrderedDict()
 
-    def fill(self, copy: Copy, block: Box, buffer: memoryview) -> None:
-        """Read the source of a copy into its target region of `buffer`, which holds the elements of `block`, row-major.
+    def fill(self, item: ReadItem, block: Box, buffer: memoryview) -> None:
+        """Read an item's source into its target region of `buffer`, which holds the elements of `block`, row-major.
 
-        The copy must be one run in its source. Raises ShardError if the source cannot be read.
+        The item must be one run in its source. Raises ShardError if the source cannot be read.
         """
-        stored = copy.source.stored
+        stored = item.source.stored
         assert stored is not None
-        stream, itemsize = Stream(stored), copy.source.dtype.itemsize_bytes
-        for runs in copy.strides(block).runs():
+        stream, itemsize = Stream(stored), item.source.dtype.itemsize_bytes
+        for runs in item.strides(block).runs():
             offset = runs.source_offset * itemsize
             length = runs.length * itemsize
             part = stream.one_part(offset, runs.repeats * length)
@@ -93,8 +93,8 @@ _INTERLEAVED_BYTES = 4 * MIB
 
 # The first byte of a range (of a file, or of a tensor's row-major bytes), and the one after its last.
 Span = tuple[int, int]
-# Reads a copy into a block of a tensor. Takes the copy, the block, and the buffer that holds the block's elements.
-FillBlock = Callable[[Copy, Box, memoryview], None]
+# Reads an item into a block of a tensor. Takes the item, the block, and the buffer that holds the block's elements.
+FillBlock = Callable[[ReadItem, Box, memoryview], None]
 
 
 def write_shard(
@@ -167,7 +167,7 @@ def _batches(tensors: PlannedTensors, target: Manifest, span: Span | None, limit
 def _write_each(
     files: Files, parts: Iterator[_WrittenPart], target: Manifest, buffer: memoryview, limits: Limits
 ) -> Iterator[None]:
-    """Write tensors one after another, each in the way that suits its copies, and read the next one ahead.
+    """Write tensors one after another, each in the way that suits its items, and read the next one ahead.
 
     Yields after each step.
     """
@@ -208,7 +208,7 @@ def is_gathered(tensor: TensorPlan, limits: Limits) -> bool:
         return True
     if is_copied(tensor) or _is_scattered(tensor):
         return False
-    return any(takes_numpy(copy, tensor.spec.box, limits.buffer_bytes) for copy in tensor.copies)
+    return any(takes_numpy(item, tensor.spec.box, limits.buffer_bytes) for item in tensor.reads)
 
 
 class _WrittenPart(NamedTuple):
@@ -233,19 +233,19 @@ def _read_ahead(files: Files, tensor: TensorPlan, place: TensorEntry) -> None:
 
     Sources whose blocks the target file may share are left out, since these are never read.
     """
-    for copy in tensor.copies:
-        entry, region = copy.source.unconverted, copy.region
+    for item in tensor.reads:
+        entry, region = item.source.unconverted, item.region
         source, itemsize = entry.source, entry.dtype.itemsize_bytes
         if (
             region.size * itemsize < _MIN_READ_AHEAD_BYTES
             or not isinstance(source, ByteRanges)
-            or (copy.source.is_as_stored and _is_aligned(source) and _is_aligned(place.source))
+            or (item.source.is_as_stored and _is_aligned(source) and _is_aligned(place.source))
         ):
             continue
-        span = copy.source_box.span_of(region)
+        span = item.source_box.span_of(region)
         if span <= _READ_AHEAD_OVER * region.size:
-            length_bytes = min(span * itemsize, _READ_AHEAD_BYTES // len(tensor.copies))
-            for part in Stream(source).parts(copy.source_box.offset_of(region) * itemsize, length_bytes):
+            length_bytes = min(span * itemsize, _READ_AHEAD_BYTES // len(tensor.reads))
+            for part in Stream(source).parts(item.source_box.offset_of(region) * itemsize, length_bytes):
                 files.advise(part)
 
 
@@ -253,56 +253,56 @@ def _is_aligned(content: Location) -> bool:
     return isinstance(content, ByteRanges) and all(part.offset_bytes % _BLOCK_BYTES == 0 for part in content.ranges)
 
 
-def _read(files: Files, limits: Limits, copy: Copy, block: Box, buffer: memoryview) -> None:
-    fill(files, copy, block, buffer, limits)
+def _read(files: Files, limits: Limits, item: ReadItem, block: Box, buffer: memoryview) -> None:
+    fill(files, item, block, buffer, limits)
 
 
 def is_transposed(tensor: TensorPlan, limits: Limits) -> bool:
     """Tell whether axes change places in a tensor that is too large for the buffer."""
     if tensor.spec.size_bytes <= limits.buffer_bytes:
         return False
-    if all(copy.order is None and copy.source.steps is None for copy in tensor.copies):
+    if all(item.order is None and item.source.steps is None for item in tensor.reads):
         return False
-    return any(copy.strides(tensor.spec.box).is_transposed for copy in tensor.copies)
+    return any(item.strides(tensor.spec.box).is_transposed for item in tensor.reads)
 
 
 def is_copied(tensor: TensorPlan) -> bool:
     """Tell whether a tensor is made of runs of its sources that are copied one by one."""
-    return all(_in_long_runs(copy, tensor.spec.box) for copy in tensor.copies)
+    return all(_in_long_runs(item, tensor.spec.box) for item in tensor.reads)
 
 
 def _is_scattered(tensor: TensorPlan) -> bool:
-    return all(_in_source_order(copy, tensor.spec.box) for copy in tensor.copies)
+    return all(_in_source_order(item, tensor.spec.box) for item in tensor.reads)
 
 
-def _in_long_runs(copy: Copy, target: Box) -> bool:
-    if not copy.source.is_as_stored:
+def _in_long_runs(item: ReadItem, target: Box) -> bool:
+    if not item.source.is_as_stored:
         return False
-    count = copy.strides(target).run_length
-    few = count * _FEW_RUNS >= copy.region.size
-    return few or count * copy.source.dtype.itemsize_bytes >= _MIN_KERNEL_COPY_BYTES
+    count = item.strides(target).run_length
+    few = count * _FEW_RUNS >= item.region.size
+    return few or count * item.source.dtype.itemsize_bytes >= _MIN_KERNEL_COPY_BYTES
 
 
-def _in_source_order(copy: Copy, target: Box) -> bool:
-    """Tell whether a copy is one run in its source, and its runs in the target are not too short to be read singly."""
-    if not copy.source.is_as_stored:
+def _in_source_order(item: ReadItem, target: Box) -> bool:
+    """Tell whether an item is one run in its source, and its runs in the target are not too short to be read singly."""
+    if not item.source.is_as_stored:
         return False
-    strides = copy.strides(target)
-    return strides.is_in_source_order and strides.run_length * copy.source.dtype.itemsize_bytes >= _MIN_SCATTER_BYTES
+    strides = item.strides(target)
+    return strides.is_in_source_order and strides.run_length * item.source.dtype.itemsize_bytes >= _MIN_SCATTER_BYTES
 
 
 def _copy_runs(files: Files, tensor: TensorPlan, place: Stream, span: Span, buffer: memoryview) -> Iterator[None]:
     """Copy the bytes `span` of a tensor run by run; yield after each step."""
     box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
-    sources = [Stream(stored) for copy in tensor.copies if (stored := copy.source.stored) is not None]
+    sources = [Stream(stored) for item in tensor.reads if (stored := item.source.stored) is not None]
     if files.ahead is not None or _alternate(tensor):
         block_bytes = _INTERLEAVED_BYTES if files.ahead is None else len(buffer)
         blocks = box.blocks(max(1, block_bytes // itemsize), span[0] // itemsize, -(-span[1] // itemsize))
     else:
         blocks = iter((box,))
     for block in blocks:
-        for copy, source in zip(tensor.copies, sources):
-            part = copy if block is box else copy.meeting(block)
+        for item, source in zip(tensor.reads, sources):
+            part = item if block is box else item.meeting(block)
             if part is not None:
                 for runs in part.strides(box).runs():
                     for file_runs in byte_runs(runs, itemsize, source, place, span):
@@ -311,11 +311,11 @@ def _copy_runs(files: Files, tensor: TensorPlan, place: Stream, span: Span, buff
 
 
 def _alternate(tensor: TensorPlan) -> bool:
-    """Tell whether copies interleave in the target tensor, instead of following one another."""
-    if len(tensor.copies) == 1:
+    """Tell whether items interleave in the target tensor, instead of following one another."""
+    if len(tensor.reads) == 1:
         return False
     box = tensor.spec.box
-    regions = (copy.target_region for copy in tensor.copies)
+    regions = (item.target_region for item in tensor.reads)
     spans = sorted((box.offset_of(region), box.span_of(region)) for region in regions)
     return any(offset + length > following for (offset, length), (following, _) in pairwise(spans))
 
@@ -330,8 +330,8 @@ def _fill_blocks(
     box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
     for block in element_blocks(files, box, span, itemsize, max(1, len(buffer) // itemsize)):
         offset, length = box.offset_of(block) * itemsize, block.size * itemsize
-        for copy in tensor.copies:
-            part = copy.meeting(block)
+        for item in tensor.reads:
+            part = item.meeting(block)
             if part is not None:
                 read(part, block, buffer[:length])
         done, end = max(span[0] - offset, 0), min(span[1] - offset, length)

@@ -17,7 +17,7 @@ from reshard_mpi.filesystem.paths import is_object_path
 from reshard_mpi.filesystem.read_ahead import ReadAhead
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.planning.rank_plan import Copy, Limits, PlannedTensors, TensorPlan
+from reshard_mpi.planning.rank_plan import Limits, PlannedTensors, ReadItem, TensorPlan
 from reshard_mpi.text import KIB
 
 # Runs of this length are read one by one, shorter ones with what lies between them.
@@ -101,7 +101,7 @@ def _turns(target: _FilledTarget, number: int, turn_bytes: int) -> Iterator[tupl
         if first >= last:
             continue
         for block in box.blocks(max(1, turn_bytes // itemsize), first // itemsize, -(-last // itemsize)):
-            parts = filter(None, (copy.meeting(block) for copy in tensor.copies))
+            parts = filter(None, (item.meeting(block) for item in tensor.reads))
             ranges = (_ranges_of(part, tensor, place, (first, last), target.staging) for part in parts)
             yield done_bytes / size_bytes, number, list(chain.from_iterable(ranges))
             done_bytes += block.size * itemsize
@@ -112,13 +112,13 @@ def shares_blocks(tensors: PlannedTensors) -> bool:
     short_bytes = all_bytes = 0
     for group in tensors.groups:
         tensor, count = group.tensor(0), len(group.names)
-        for copy in tensor.copies:
-            entry, strides = copy.source.unconverted, copy.strides(tensor.spec.box)
+        for item in tensor.reads:
+            entry, strides = item.source.unconverted, item.strides(tensor.spec.box)
             if not isinstance(entry.source, ByteRanges):
                 continue
             size_bytes = count * strides.size * entry.dtype.itemsize_bytes
             all_bytes += size_bytes
-            if strides.size < copy.source_box.size and strides.run_length * entry.dtype.itemsize_bytes < BLOCK_BYTES:
+            if strides.size < item.source_box.size and strides.run_length * entry.dtype.itemsize_bytes < BLOCK_BYTES:
                 short_bytes += size_bytes
     return short_bytes > _LEAST_SHARE * all_bytes
 
@@ -142,11 +142,11 @@ def _runs_of(tensor: TensorPlan, target: Manifest) -> Iterator[CopiedRun]:
     place, itemsize = Stream(target.payload(tensor.spec.name)), tensor.spec.dtype.itemsize_bytes
     if tensor.spec.size_bytes < _SHORTEST_BYTES or not is_copied(tensor):
         return
-    for copy in tensor.copies:
-        stored = copy.source.stored
-        if stored is None or copy.strides(tensor.spec.box).run_length * itemsize < _SHORTEST_BYTES:
+    for item in tensor.reads:
+        stored = item.source.stored
+        if stored is None or item.strides(tensor.spec.box).run_length * itemsize < _SHORTEST_BYTES:
             continue
-        for runs in copy.strides(tensor.spec.box).runs():
+        for runs in item.strides(tensor.spec.box).runs():
             for of_file in byte_runs(runs, itemsize, Stream(stored), place, place.within(None)):
                 for number in range(of_file.repeats if is_object_path(of_file.source) else 0):
                     yield CopiedRun(
@@ -158,7 +158,7 @@ def _runs_of(tensor: TensorPlan, target: Manifest) -> Iterator[CopiedRun]:
 
 
 def _ranges_of(
-    part: Copy, tensor: TensorPlan, place: Stream, span: tuple[int, int], staging: Staging | None
+    part: ReadItem, tensor: TensorPlan, place: Stream, span: tuple[int, int], staging: Staging | None
 ) -> Iterator[SourceRange]:
     entry = part.source.unconverted
     if not isinstance(entry.source, ByteRanges):

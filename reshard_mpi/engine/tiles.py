@@ -1,4 +1,4 @@
-"""Move copies whose axes change places, tile by tile (`Tiles`)."""
+"""Move items whose axes change places, tile by tile (`Tiles`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from reshard_mpi.engine.open_files import Files, large_buffer
 from reshard_mpi.engine.read import Stream, element_blocks, fill
-from reshard_mpi.planning.rank_plan import Copy, Limits, TensorPlan, meeting
+from reshard_mpi.planning.rank_plan import Limits, ReadItem, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Strides, paired
 
@@ -42,12 +42,12 @@ class Tiles:
     def write(self, tensor: TensorPlan, place: Stream, span: Span) -> None:
         """Write the bytes `span` of a tensor to their place in the target. place: where all of its bytes go.
 
-        A tile is put together from all copies that it meets, so that what is written is not cut where the sources are.
+        A tile is put together from all items that it meets, so that what is written is not cut where the sources are.
         """
         box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
         sides = _sides(tensor, max(1, self._limits.tile_bytes // itemsize))
         for block in element_blocks(self._files, box, span, itemsize, box.size):
-            for tile, parts in _tiles(block, sides, meeting(tensor.copies, block)):
+            for tile, parts in _tiles(block, sides, meeting(tensor.reads, block)):
                 spaced = with_space(tile, itemsize)
                 content = self._memory(spaced.size * itemsize)
                 for part in parts:
@@ -85,11 +85,11 @@ def _write(files: Files, content: memoryview, strides: Strides, itemsize: int, p
 def _sides(tensor: TensorPlan, limit: int) -> list[int]:
     """Return the lengths of a tile of at most `limit` elements, with long runs both in the sources and in the target.
 
-    If sources lie in different ways, the largest copy in which axes change places decides.
+    If sources lie in different ways, the largest item in which axes change places decides.
     """
-    box, turned = tensor.spec.box, [copy for copy in tensor.copies if copy.strides(tensor.spec.box).is_transposed]
-    copy = max(turned, key=lambda copy: copy.region.size)
-    pairs, steps = paired(copy.region, copy.target_region, copy.order), copy.source.steps
+    box, turned = tensor.spec.box, [item for item in tensor.reads if item.strides(tensor.spec.box).is_transposed]
+    item = max(turned, key=lambda item: item.region.size)
+    pairs, steps = paired(item.region, item.target_region, item.order), item.source.steps
     nearest = max(pairs) if steps is None else min(pairs, key=lambda pair: steps[pair[0]])
     dims = [dim for dim in reversed(range(box.ndim)) if box.shape[dim] > 1]
     across, along = nearest[1], dims[0]  # consecutive in the source, and in the target
@@ -101,10 +101,10 @@ def _sides(tensor: TensorPlan, limit: int) -> list[int]:
     return sides
 
 
-def _tiles(box: Box, sides: list[int], copies: list[Copy]) -> Iterator[tuple[Box, list[Copy]]]:
-    """Yield tiles of a box, the first dimension's first, each with what `copies` have of it.
+def _tiles(box: Box, sides: list[int], reads: list[ReadItem]) -> Iterator[tuple[Box, list[ReadItem]]]:
+    """Yield tiles of a box, the first dimension's first, each with what `reads` have of it.
 
-    They are found by halves, so that few copies are asked for each tile, however many there are.
+    They are found by halves, so that few items are asked for each tile, however many there are.
     """
     for dim, (first, last, side) in enumerate(zip(box.start, box.stop, sides)):
         count = -(-(last - first) // side)
@@ -112,6 +112,6 @@ def _tiles(box: Box, sides: list[int], copies: list[Copy]) -> Iterator[tuple[Box
             middle = first + count // 2 * side
             for low, high in ((first, middle), (middle, last)):
                 half = box.within(dim, low, high)
-                yield from _tiles(half, sides, meeting(copies, half))
+                yield from _tiles(half, sides, meeting(reads, half))
             return
-    yield box, copies
+    yield box, reads

@@ -126,5 +126,5 @@ def paths_of(location: Location) -> Iterator[str]:
             yield from paths_of(place)
     elif isinstance(location, Dequantized):
         for tensor in location.stored.values():
-            for copy in tensor.copies:
-                yield from paths_of(copy.source.source)
+            for item in tensor.reads:
+                yield from paths_of(item.source.source)

@@ -238,7 +238,7 @@ def _places_by_file(route: ReadGroup) -> dict[str, Sequence[int]]:
         return {tensors.path: range(len(route.numbers))} if tensors.path else {}
     by_file = defaultdict[str, list[int]](list)
     for place, number in enumerate(route.numbers):
-        path = path_of(route.copy(place, "").source) if number in tensors.locations else tensors.path
+        path = path_of(route.item(place, "").source) if number in tensors.locations else tensors.path
         if path:
             by_file[path].append(place)
     return dict(by_file)

@@ -13,7 +13,7 @@ from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.formats.tensor_table import ChunkedTensors, PieceList, TensorTable
 from reshard_mpi.planning.made_tensors import MappedTensors
 from reshard_mpi.planning.rank_choice import Replicas, home_rank
-from reshard_mpi.planning.rank_plan import Check, Copy, Group, PlannedTensors, ReadGroup, TensorPlan
+from reshard_mpi.planning.rank_plan import Check, Group, PlannedTensors, ReadGroup, ReadItem, TensorPlan
 from reshard_mpi.planning.source_flaws import errors_text
 from reshard_mpi.sharding.box import Box, CoveredPart, Pieces, UncoveredError, overlapping
 from reshard_mpi.text import counted
@@ -76,11 +76,11 @@ class ChunkReads:
             groups.append(Group(group.kind, own_names, tuple(routes)))
         return PlannedTensors(groups, group_of)
 
-    def copies(self, copy: Copy, tensors: TensorTable) -> tuple[Copy, ...]:
-        """Return the copies from single pieces that replace one copy from a list of pieces."""
-        name, number = copy.source.name, tensors.index_by_name[copy.source.name]
-        route = ReadGroup(copy.source_rank, copy.source_box, copy.region, tensors, (number,), copy.to, copy.order)
-        return tuple(own.copy(0, name) for own in self._routes(route, name, [0]))
+    def reads(self, item: ReadItem, tensors: TensorTable) -> tuple[ReadItem, ...]:
+        """Return the read items from single pieces that replace one read item from a list of pieces."""
+        name, number = item.source.name, tensors.index_by_name[item.source.name]
+        route = ReadGroup(item.source_rank, item.source_box, item.region, tensors, (number,), item.to, item.order)
+        return tuple(own.item(0, name) for own in self._routes(route, name, [0]))
 
     def _routes(self, route: ReadGroup, name: str, places: Sequence[int]) -> Iterator[ReadGroup]:
         """Yield the routes from single pieces that replace one route.
@@ -161,12 +161,12 @@ class ChunkReads:
                 self._overlapping[key] = list(islice(found, limit))
             for first, second, region in self._overlapping[key]:
                 shared = region if limit is None else next(region.blocks(_SAMPLED_ELEMENTS))
-                copies = (self._piece(tensors, number, piece, name, shared) for piece in (first, second))
-                yield Check(name, tuple(copies), refuse=True, why="the checkpoint lists the same part of it twice")
+                reads = (self._piece(tensors, number, piece, name, shared) for piece in (first, second))
+                yield Check(name, tuple(reads), refuse=True, why="the checkpoint lists the same part of it twice")
 
-    def _piece(self, tensors: ChunkedTensors, number: int, piece: int, name: str, region: Box) -> Copy:
+    def _piece(self, tensors: ChunkedTensors, number: int, piece: int, name: str, region: Box) -> ReadItem:
         box, file = tensors.chunk_lists[tensors.chunk_list_ids[number]][piece]
-        return ReadGroup(0, box, region, file, (tensors.numbers[number][piece],)).copy(0, name)
+        return ReadGroup(0, box, region, file, (tensors.numbers[number][piece],)).item(0, name)
 
 
 def _unreadable(name: str, tensors: ChunkedTensors) -> CoverageError:
@@ -209,6 +209,6 @@ def _list_of(route: ReadGroup, place: int) -> int:
 
 def held_tensor(spec: TensorSpec, shard: Manifest) -> TensorPlan:
     """Return a tensor as a shard that holds it gives it."""
-    copy = Copy(-1, shard.tensors[spec.name], spec.box, spec.box)
+    item = ReadItem(-1, shard.tensors[spec.name], spec.box, spec.box)
     chunked = shard.tensors if isinstance(shard.tensors, ChunkedTensors) else None
-    return TensorPlan(spec, (copy,) if chunked is None else ChunkReads(0, 1).copies(copy, chunked))
+    return TensorPlan(spec, (item,) if chunked is None else ChunkReads(0, 1).reads(item, chunked))

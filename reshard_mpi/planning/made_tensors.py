@@ -280,7 +280,7 @@ def dequantized(plan: RankPlan, weights: Iterable[QuantizedWeight]) -> RankPlan:
         number = len(table)
         table.add_entry(TensorEntry(weight.name, _FLOAT32, weight.shape, Dequantized(weight, stored)))
         numbers.setdefault(weight.shape, []).append(number)
-        ranks.setdefault(weight.shape, set()).update(copy.source_rank for own in stored.values() for copy in own.copies)
+        ranks.setdefault(weight.shape, set()).update(item.source_rank for own in stored.values() for item in own.reads)
         at[weight.stored] = weight.name
         gone.update(weight.names)
     names_of = list(table)

@@ -1,4 +1,4 @@
-"""Define the records of a plan (`RankPlan`, `Group`, `Copy`, `Limits`)."""
+"""Define the records of a plan (`RankPlan`, `Group`, `ReadItem`, `Limits`)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from reshard_mpi.sharding.strides import Move, Strides, paired
 if TYPE_CHECKING:
     from reshard_mpi.planning.comparison_choice import ReplicaGroup
 
-# How much memory a plan takes for each tensor, and for each copy.
-_TENSOR_BYTES, _COPY_BYTES = 24, 8
+# How much memory a plan takes for each tensor, and for each read item.
+_TENSOR_BYTES, _READ_ITEM_BYTES = 24, 8
 
 
 class Limits(NamedTuple):
@@ -34,8 +34,8 @@ class Limits(NamedTuple):
         return max(self.buffer_bytes, self.window_bytes)
 
 
-class Copy(NamedTuple):
-    """A region of a source tensor that becomes a region of a target tensor."""
+class ReadItem(NamedTuple):
+    """A region of a source tensor that becomes a region of a target tensor (torch's DCP has the word, too)."""
 
     source_rank: int
     source: TensorEntry  # the tensor as it is on `source_rank`, where it holds `source_box`
@@ -63,28 +63,28 @@ class Copy(NamedTuple):
         """Strides of the copied elements in the source, and in a row-major array of the source region alone."""
         return Strides.between(self.region, self.source_box, self.region, self.region, steps=self.source.steps)
 
-    def part(self, target_region: Box) -> Copy:
-        """Return the part of this copy that becomes `target_region`, which must lie in its own."""
+    def part(self, target_region: Box) -> ReadItem:
+        """Return the part of this item that becomes `target_region`, which must lie in its own."""
         if self.to is None:
             return self._replace(region=target_region)
         region = Move(self.region, self.to, self.order).source_of(target_region)
         return self._replace(region=region, to=target_region)
 
-    def meeting(self, target_region: Box) -> Copy | None:
-        """Return the part of this copy that lies in `target_region`; None if nothing does."""
+    def meeting(self, target_region: Box) -> ReadItem | None:
+        """Return the part of this item that lies in `target_region`; None if nothing does."""
         shared = self.target_region.intersect(target_region)
         return None if shared is None else self.part(shared)
 
-    def taking(self, region: Box) -> Copy:
-        """Return the part of this copy that takes `region` of the source, which must lie in its own."""
+    def taking(self, region: Box) -> ReadItem:
+        """Return the part of this item that takes `region` of the source, which must lie in its own."""
         to = None if self.to is None else Move(self.region, self.to, self.order).target_of(region)
         return self._replace(region=region, to=to)
 
-    def rows(self, first: int, last: int) -> Copy:
-        """Return the part of this copy from row `first` up to `last` of the source region, counted from its start."""
+    def rows(self, first: int, last: int) -> ReadItem:
+        """Return the part of this item from row `first` up to `last` of the source region, counted from its start."""
         return self._cut(0, first, last)
 
-    def _cut(self, dim: int, first: int, last: int) -> Copy:
+    def _cut(self, dim: int, first: int, last: int) -> ReadItem:
         """Return the part between two indices of a source dimension, counted from the region's start.
 
         The region must be longer than 1 in that dimension.
@@ -95,8 +95,8 @@ class Copy(NamedTuple):
         other = dict(paired(self.region, self.to, self.order))[dim]
         return self._replace(region=region, to=_cut(self.to, other, first, last))
 
-    def halves(self) -> tuple[Copy, Copy]:
-        """Return two copies for this one, cut along the dimension that spans the most in the source.
+    def halves(self) -> tuple[ReadItem, ReadItem]:
+        """Return two read items for this one, cut along the dimension that spans the most in the source.
 
         It must have two elements at least.
         """
@@ -114,14 +114,14 @@ def _cut(box: Box, dim: int, first: int, last: int) -> Box:
 
 
 class TensorPlan(NamedTuple):
-    """One target tensor and the copies that make it up: they are disjoint and together exactly its box."""
+    """One target tensor and the read items that make it up: they are disjoint and together exactly its box."""
 
     spec: TensorSpec
-    copies: tuple[Copy, ...]
+    reads: tuple[ReadItem, ...]
 
 
 class ReadGroup(NamedTuple):
-    """Where one part of several target tensors comes from: one `Copy` for each, alike in all but the source tensor."""
+    """Where one part of several target tensors comes from: a `ReadItem` for each, alike but for the source tensor."""
 
     source_rank: int
     source_box: Box
@@ -132,19 +132,19 @@ class ReadGroup(NamedTuple):
     order: tuple[int, ...] | None = None
     joined_ranks: tuple[int, ...] = ()  # if the tensors are sums or means of what several ranks hold, all of these
 
-    def copy(self, place: int, name: str) -> Copy:
-        """Return the copy for the target tensor at `place` of the group; `name` is its source tensor's."""
+    def item(self, place: int, name: str) -> ReadItem:
+        """Return the read item for the target tensor at `place` of the group; `name` is its source tensor's."""
         number = self.numbers[place]
         dtype, shape, box, whole = self.tensors.kinds[self.tensors.kind_ids[number]]
         entry = TensorEntry(name, dtype, shape, self.tensors.source(number), box, whole)
-        return Copy(self.source_rank, entry, self.source_box, self.region, self.to, self.order)
+        return ReadItem(self.source_rank, entry, self.source_box, self.region, self.to, self.order)
 
     @property
     def move(self) -> Move:
         return Move(self.region, self.region if self.to is None else self.to, self.order)
 
     def strides(self, target: Box) -> Strides:
-        """Return the strides of each copy's elements in its source and in a row-major array that holds box `target`."""
+        """Return the strides of each item's elements in its source and in a row-major array that holds box `target`."""
         return Strides.between(self.region, self.source_box, self.move.to, target, self.order)
 
 
@@ -157,7 +157,7 @@ class Group(NamedTuple):
 
     def tensor(self, place: int) -> TensorPlan:
         name = self.names[place]
-        return TensorPlan(TensorSpec.of(name, self.kind), tuple(route.copy(place, name) for route in self.routes))
+        return TensorPlan(TensorSpec.of(name, self.kind), tuple(route.item(place, name) for route in self.routes))
 
     def part(self, places: Sequence[int]) -> Group:
         """Return the group of its tensors at these places."""
@@ -236,16 +236,16 @@ class PlannedTensors(Sequence[TensorPlan]):
         return hash(len(self))
 
 
-def meeting(copies: Iterable[Copy], box: Box) -> list[Copy]:
-    """Return what copies have of a box of the target."""
-    return [part for copy in copies if (part := copy.meeting(box)) is not None]
+def meeting(reads: Iterable[ReadItem], box: Box) -> list[ReadItem]:
+    """Return what read items have of a box of the target."""
+    return [part for item in reads if (part := item.meeting(box)) is not None]
 
 
 class Check(NamedTuple):
     """Copies of one region of one tensor that must hold the same bytes."""
 
     name: str
-    copies: tuple[Copy, ...]
+    reads: tuple[ReadItem, ...]
     refuse: bool  # whether a difference stops the target; else it is only reported
     why: str  # what a difference would mean
 
@@ -290,7 +290,7 @@ class RankPlan(NamedTuple):
     """All that is needed to make one target: what to write, where it comes from, and what must be checked before.
 
     Example: target rank 1 of 2, whose half of `w` (8 rows of 4) lies in the shards of source ranks 2 and 3, is a plan
-    with `source_ranks=(2, 3)` whose tensors have one group, of two routes with one `Copy` for `w` each: the region
+    with `source_ranks=(2, 3)` whose tensors have one group, of two routes with one `ReadItem` for `w` each: the region
     [0:2, 0:4] of the target from [0:2, 0:4] of rank 2, and [2:4, 0:4] from [0:2, 0:4] of rank 3.
     """
 
@@ -367,8 +367,8 @@ class RankPlan(NamedTuple):
         return tuple(sorted({*of_tensors, *self.value_ranks}))
 
     @property
-    def copies(self) -> int:
-        """How many copies make up all tensors."""
+    def read_count(self) -> int:
+        """How many read items make up all tensors."""
         return sum(len(group.names) * len(group.routes) for group in self.tensors.groups)
 
     @property
@@ -376,7 +376,11 @@ class RankPlan(NamedTuple):
         """How much memory the plan takes, with the tables of the source shards that it refers to."""
         routes = (route for group in self.tensors.groups for route in group.routes)
         tables = {id(table): table for route in routes for table in route.tensors.tables}
-        return TensorTable.kept_bytes(tables.values()) + _COPY_BYTES * self.copies + _TENSOR_BYTES * len(self.tensors)
+        return (
+            TensorTable.kept_bytes(tables.values())
+            + _READ_ITEM_BYTES * self.read_count
+            + _TENSOR_BYTES * len(self.tensors)
+        )
 
     @property
     def written_bytes(self) -> int:

@@ -27,7 +27,7 @@ from reshard_mpi.formats.manifest import (
     shown_string,
 )
 from reshard_mpi.formats.tensor_table import ChunkedTensors
-from reshard_mpi.planning.rank_plan import CHOSEN_FILES, Check, Copy, RankPlan, SharedFact, StageDigest, TensorPlan
+from reshard_mpi.planning.rank_plan import CHOSEN_FILES, Check, RankPlan, ReadItem, SharedFact, StageDigest, TensorPlan
 from reshard_mpi.planning.source_flaws import TEXT, PrefixDigest
 from reshard_mpi.planning.source_tensors import SourceGroup, SourceTensors
 from reshard_mpi.sharding.box import Box
@@ -112,9 +112,9 @@ def agreement_checks(
             continue
         box = Box.whole(group.shape)
         start = next(box.blocks(_SMALL_BYTES // first.dtype.itemsize_bytes), box)
-        copies = tuple(Copy(rank, entry, box, start) for rank, entry in entries.items())
+        reads = tuple(ReadItem(rank, entry, box, start) for rank, entry in entries.items())
         why = _DIFFERENT_MOMENTS if moment else OWN
-        yield Check(name, copies, refuse=moment, why=why)
+        yield Check(name, reads, refuse=moment, why=why)
 
 
 def moment_counters(
@@ -137,13 +137,13 @@ def moment_counters(
             if is_whole and is_moment(name, entry.shape) and 0 < entry.size_bytes <= _SMALL_BYTES:
                 yielded.add(name)
                 box = Box.whole(entry.shape)
-                spec, copy = TensorSpec(name, entry.dtype, entry.shape, box), Copy(rank, entry, box, box)
-                copies: tuple[Copy, ...] = (copy,)
+                spec, item = TensorSpec(name, entry.dtype, entry.shape, box), ReadItem(rank, entry, box, box)
+                reads: tuple[ReadItem, ...] = (item,)
                 if tensors.in_pieces:
                     from reshard_mpi.planning.chunk_reads import ChunkReads  # which only such checkpoints need
 
-                    copies = ChunkReads(0, 1).copies(copy, tensors)
-                yield manifest.path, TensorPlan(spec, copies)
+                    reads = ChunkReads(0, 1).reads(item, tensors)
+                yield manifest.path, TensorPlan(spec, reads)
 
 
 def plain_counters(manifests: Iterable[Manifest]) -> tuple[SharedFact, ...]:
@@ -193,12 +193,12 @@ def unlisted_beginnings(plan: RankPlan) -> Iterator[TensorPlan]:
         name = groups[number].names[place]
         if name in plan.unlisted and name not in MOMENTS and groups[number].kind.size_bytes:
             tensor = groups[number].tensor(place)
-            spec, copy = tensor.spec, tensor.copies[0]
-            if spec.box != Box.whole(spec.global_shape) or isinstance(copy.source.source, Constant):
+            spec, item = tensor.spec, tensor.reads[0]
+            if spec.box != Box.whole(spec.global_shape) or isinstance(item.source.source, Constant):
                 continue  # the target cuts it, so all of its copies are compared; or it is of no rank
             start = next(spec.box.blocks(_SMALL_BYTES // spec.dtype.itemsize_bytes))
             yield TensorPlan(
-                TensorSpec(spec.name, spec.dtype, spec.global_shape, start), (copy._replace(region=start),)
+                TensorSpec(spec.name, spec.dtype, spec.global_shape, start), (item._replace(region=start),)
             )
 
 

@@ -10,7 +10,7 @@ from reshard_mpi import formats
 from reshard_mpi.errors import UsageError
 from reshard_mpi.formats.locations import Constant, LibraryRead
 from reshard_mpi.formats.tensor_table import ChunkedTensors
-from reshard_mpi.planning.rank_plan import Copy, RankPlan
+from reshard_mpi.planning.rank_plan import RankPlan, ReadItem
 from reshard_mpi.planning.source_tensors import SourceGroup
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.open_run import Run, open_for_planning
@@ -93,7 +93,7 @@ def unknown_tensor(name: str, names_known: Iterable[str]) -> UsageError:
 
 
 # Copies explained of one target, and source tensors of one tensor.
-_MOST_COPIES, _MOST_SOURCES = 100, 20
+_MOST_READS, _MOST_SOURCES = 100, 20
 
 
 def explained(request: Request, comm: Comm, name: str) -> tuple[str, Outcome] | None:
@@ -275,39 +275,39 @@ def _rank_lines(run: Run, plan: RankPlan, name: str, origin: TensorLineage) -> I
         return
     yield f"{held}, in {run.path(rank)}"
     group, number = place
-    copies = plan.tensors.groups[group].tensor(number).copies
-    for copy in copies[:_MOST_COPIES]:
-        yield from (f"  {line}" for line in _copy_lines(run, copy, origin))
-    if len(copies) > _MOST_COPIES:
-        yield f"  and {len(copies) - _MOST_COPIES} more parts"
-    if not copies:
+    reads = plan.tensors.groups[group].tensor(number).reads
+    for item in reads[:_MOST_READS]:
+        yield from (f"  {line}" for line in _read_lines(run, item, origin))
+    if len(reads) > _MOST_READS:
+        yield f"  and {len(reads) - _MOST_READS} more parts"
+    if not reads:
         yield "  it has no elements, so nothing is read"
 
 
-def _copy_lines(run: Run, copy: Copy, origin: TensorLineage) -> Iterator[str]:
+def _read_lines(run: Run, item: ReadItem, origin: TensorLineage) -> Iterator[str]:
     """Yield where one part of a target's tensor comes from."""
-    if isinstance(copy.source.unconverted.source, Constant):
-        yield f"{copy.target_region} is made up: it is in no file"
+    if isinstance(item.source.unconverted.source, Constant):
+        yield f"{item.target_region} is made up: it is in no file"
         return
-    source = origin.source_of(copy.target_region)
+    source = origin.source_of(item.target_region)
     of_source = f" of {source}" if source is not None and origin.boxes is not None else ""  # a map may rename it
     stored = run.planner.source
-    holder = "a piece" if stored.files.is_folder else f"source rank {copy.source_rank}"
-    moved = "" if copy.to is None and not of_source else f" as {copy.region}{of_source}"
-    turned = "" if copy.order is None else f", its dimensions in the order {list(copy.order)}"
-    yield f"{copy.target_region} comes from {holder}{moved}{turned}, which holds {copy.source_box}:"
-    yield f"  {_bytes_text(copy)}"
+    holder = "a piece" if stored.files.is_folder else f"source rank {item.source_rank}"
+    moved = "" if item.to is None and not of_source else f" as {item.region}{of_source}"
+    turned = "" if item.order is None else f", its dimensions in the order {list(item.order)}"
+    yield f"{item.target_region} comes from {holder}{moved}{turned}, which holds {item.source_box}:"
+    yield f"  {_bytes_text(item)}"
 
 
-def _bytes_text(copy: Copy) -> str:
-    """Return the bytes and files that a copy takes, in words."""
-    entry = copy.source.unconverted
+def _bytes_text(item: ReadItem) -> str:
+    """Return the bytes and files that a read item takes, in words."""
+    entry = item.source.unconverted
     itemsize = entry.dtype.itemsize_bytes
-    taken = format_bytes(copy.region.size * itemsize)
-    converted = f", converted from {entry.dtype} to {copy.source.dtype}" if entry.dtype != copy.source.dtype else ""
+    taken = format_bytes(item.region.size * itemsize)
+    converted = f", converted from {entry.dtype} to {item.source.dtype}" if entry.dtype != item.source.dtype else ""
     if isinstance(entry.source, LibraryRead):
         return f"{taken} of {entry.source.path}, decoded in chunks of {list(entry.source.chunk)}{converted}"
-    stored, strides = entry.stored, copy.source_strides
+    stored, strides = entry.stored, item.source_strides
     if stored is None or not stored.ranges:
         return f"{taken}{converted}"
     if len(stored.ranges) > 1:
@@ -315,6 +315,6 @@ def _bytes_text(copy: Copy) -> str:
     path, first_byte, _ = stored.ranges[0]
     begin = first_byte + strides.source_offset * itemsize
     end = begin + strides.source_span * itemsize
-    runs = copy.region.size // max(1, strides.run_length)
+    runs = item.region.size // max(1, strides.run_length)
     run_text = f", in {runs} runs of {strides.run_length * itemsize} bytes" if runs > 1 else ""
     return f"{taken}: bytes {begin} up to {end} of {path}{run_text}{converted}"

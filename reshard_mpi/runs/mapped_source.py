@@ -307,4 +307,4 @@ class MappedCheckpoint(SourceCheckpoint):
 
 def _places(tensor: TensorPlan) -> Iterator[tuple[object, ...]]:
     """Yield where the parts of a tensor lie, and what becomes of them."""
-    yield from ((copy.source.source, copy.source_box, copy.region, copy.to, copy.order) for copy in tensor.copies)
+    yield from ((item.source.source, item.source_box, item.region, item.to, item.order) for item in tensor.reads)

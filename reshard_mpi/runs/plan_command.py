@@ -102,7 +102,7 @@ class RankSummary(NamedTuple):
             rank=plan.target_rank,
             read_ranks=plan.read_ranks,
             tensors=len(plan.tensors),
-            copies=plan.copies,
+            copies=plan.read_count,
             written_bytes=plan.written_bytes,
             needed_bytes=plan.needed_bytes,
             peak_bytes=peak_bytes,

@@ -55,9 +55,9 @@ _CHECKED_TENSOR_BYTES = 3 * KIB
 _CHILD_TENSOR_BYTES = 3 * KIB
 # For each sum of a tensor.
 _SUM_BYTES = KIB
-# For each copy beyond the first of a target tensor.
-_COPY_BYTES = 16
-# For each copy of a small tensor, if these are moved many at a time.
+# For each read item beyond the first of a target tensor.
+_READ_ITEM_BYTES = 16
+# For each read item of a small tensor, if these are moved many at a time.
 _BATCHED_BYTES = 32
 # What converting or joining elements takes: a block of them before and after, what is between, and tables.
 _CONVERSION_BYTES = 8 * MIB
@@ -190,7 +190,7 @@ class Projection(NamedTuple):
                 turning_bytes = LIMITS.tile_bytes
             is_summed_in_short_runs = self.compares and self.writes and _is_in_short_runs(first)
             has_numpy = has_numpy or through_windows or is_summed_in_short_runs
-            for source in (copy.source for tensor in (first, *_otherwise_stored(group)) for copy in tensor.copies):
+            for source in (item.source for tensor in (first, *_otherwise_stored(group)) for item in tensor.reads):
                 stored = source.unconverted
                 if stored is not source or isinstance(stored.source, Reduced | Dequantized):
                     conversion_bytes = _CONVERSION_BYTES
@@ -216,9 +216,9 @@ class Projection(NamedTuple):
         """Return the memory for the records of a target's tensors while it is written."""
         size_bytes = self.tensor_bytes * len(plan.tensors)
         if self.writes and are_many(plan.tensors):
-            size_bytes += _BATCHED_BYTES * plan.copies
+            size_bytes += _BATCHED_BYTES * plan.read_count
         return size_bytes + sum(
-            _COPY_BYTES * (len(group.routes) - 1) * len(group.names) for group in plan.tensors.groups
+            _READ_ITEM_BYTES * (len(group.routes) - 1) * len(group.names) for group in plan.tensors.groups
         )
 
     def further_bytes(self, plan: RankPlan) -> int:
@@ -256,14 +256,14 @@ def _otherwise_stored(group: Group) -> Iterator[TensorPlan]:
 
 
 def _is_gathered_to_compare(tensor: TensorPlan) -> bool:
-    return any(takes_numpy(copy, copy.target_region, LIMITS.buffer_bytes) for copy in tensor.copies)
+    return any(takes_numpy(item, item.target_region, LIMITS.buffer_bytes) for item in tensor.reads)
 
 
 def _is_in_short_runs(tensor: TensorPlan) -> bool:
     from reshard_mpi.engine.checksums import has_short_runs  # which loads a library for sums
 
     whole, itemsize_bytes = Box.whole(tensor.spec.global_shape), tensor.spec.dtype.itemsize_bytes
-    boxes = (tensor.spec.box, *(copy.target_region for copy in tensor.copies))
+    boxes = (tensor.spec.box, *(item.target_region for item in tensor.reads))
     return any(has_short_runs(box, whole, itemsize_bytes) for box in boxes)
 
 

@@ -22,7 +22,7 @@ from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.journal.record_finder import RecordFinder, fits_record, folder_of_records, run_of
 from reshard_mpi.journal.run_records import CHOSEN, CommitRecord, RunIdentity, joined_words
 from reshard_mpi.planning.rank_choice import Accumulated
-from reshard_mpi.planning.rank_plan import Copy, RankPlan, TensorPlan
+from reshard_mpi.planning.rank_plan import RankPlan, ReadItem, TensorPlan
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import Strategy, Unlisted
@@ -248,7 +248,7 @@ class RecordedSums:
             if crc is not None:
                 ranges = target.payload(tensor.spec.name).ranges
                 spans = ((part.offset_bytes, part.offset_bytes + part.length_bytes) for part in ranges)
-                paths = dict.fromkeys(path for copy in tensor.copies for path in paths_of(copy.source.source))
+                paths = dict.fromkeys(path for item in tensor.reads for path in paths_of(item.source.source))
                 recorded.append(RecordedTensor(tensor.spec, tuple(spans), crc, tuple(paths)))
         return sorted(recorded, key=lambda tensor: tensor.spans)
 
@@ -269,21 +269,21 @@ class RecordedSums:
         box = tensor.spec.box
         if ContiguousPart.of(box, tensor.spec.global_shape, tensor.spec.dtype.itemsize_bytes) is None:
             return None
-        copies = sorted(tensor.copies, key=lambda copy: box.offset_of(copy.target_region))
-        crcs = [self._crc_of_copy(copy, box) for copy in copies]
+        reads = sorted(tensor.reads, key=lambda item: box.offset_of(item.target_region))
+        crcs = [self._crc_of_copy(item, box) for item in reads]
         known = [crc for crc in crcs if crc is not None]
-        return crc_of_pieces(zip(known, (copy.size_bytes for copy in copies))) if len(known) == len(crcs) else None
+        return crc_of_pieces(zip(known, (item.size_bytes for item in reads))) if len(known) == len(crcs) else None
 
-    def _crc_of_copy(self, copy: Copy, target: Box) -> int | None:
-        """Return the CRC-32 of a copy that is a whole tensor of a shard and one run of the target; None of others."""
-        stored = copy.source.stored
-        if not copy.source.is_as_stored or stored is None or len(stored.ranges) != 1 or copy.region != copy.source_box:
+    def _crc_of_copy(self, item: ReadItem, target: Box) -> int | None:
+        """Return the CRC-32 of a read item that is a whole tensor of a shard and one run of the target; None of others."""
+        stored = item.source.stored
+        if not item.source.is_as_stored or stored is None or len(stored.ranges) != 1 or item.region != item.source_box:
             return None
-        if copy.strides(target).run_length != copy.region.size:
+        if item.strides(target).run_length != item.region.size:
             return None
         place = stored.ranges[0]
         if place.path not in self._sums:
-            self._sums[place.path] = _FileSums(self._recorded(place.path, copy.source_rank))
+            self._sums[place.path] = _FileSums(self._recorded(place.path, item.source_rank))
         return self._sums[place.path].of(place)
 
     def _recorded(self, path: str, rank: int) -> dict[ByteRange, int]:

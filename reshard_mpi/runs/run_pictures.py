@@ -176,12 +176,12 @@ class _AlikeTensors:
         self.held.setdefault(group.kind.own_box, []).append(target_rank)
         place = group.names.index(self.names[0])
         for route in group.routes:
-            copy = route.copy(place, self.names[0])
-            path = path_of(copy.source)
-            number = sources.number(copy.source_rank, path) if path else None
-            source = None if number is None else self.origin.source_of(copy.target_region)
+            item = route.item(place, self.names[0])
+            path = path_of(item.source)
+            number = sources.number(item.source_rank, path) if path else None
+            source = None if number is None else self.origin.source_of(item.target_region)
             if source is not None and number is not None:
-                holders = self.taken.setdefault(source, {}).setdefault(copy.source_box, [])
+                holders = self.taken.setdefault(source, {}).setdefault(item.source_box, [])
                 if number not in holders:
                     holders.append(number)
             if len(self.moves) >= _MOST_MOVES:
@@ -189,9 +189,9 @@ class _AlikeTensors:
                 continue
             drawn = self.origin.sources[:_MOST_SOURCES]
             panel = drawn.index(source) if source in drawn else None
-            size_bytes = copy.region.size * copy.source.unconverted.dtype.itemsize_bytes if number is not None else 0
+            size_bytes = item.region.size * item.source.unconverted.dtype.itemsize_bytes if number is not None else 0
             self.moves.append(
-                DrawnMove(target_rank, copy.target_region, number, panel, copy.region, path, size_bytes, source or "")
+                DrawnMove(target_rank, item.target_region, number, panel, item.region, path, size_bytes, source or "")
             )
 
 

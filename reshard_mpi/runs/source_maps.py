@@ -207,7 +207,7 @@ class SourceMaps(NamedTuple):
 
             def read(name: str) -> float:
                 tensor = tensor_at(plan, places[name])
-                ranks.update(copy.source_rank for copy in tensor.copies)
+                ranks.update(item.source_rank for item in tensor.reads)
                 content = only_element(files, tensor, self.original.limits)
                 return element_value(content, tensor.spec.dtype, name, self.original.source.files.path)
 

@@ -409,7 +409,7 @@ def require_countable(planner: Planner, plan: RankPlan) -> None:
     tensors = (group.tensor(place) for group in groups for place in range(len(group.names)))
     with Files() as files:
         for tensor in tensors:
-            if any(takes_numpy(copy, tensor.spec.box, planner.limits.buffer_bytes) for copy in tensor.copies):
+            if any(takes_numpy(item, tensor.spec.box, planner.limits.buffer_bytes) for item in tensor.reads):
                 planner.before_gathering()
             content = only_element(files, tensor, planner.limits)
             try:

@@ -100,13 +100,13 @@ class AuditedCheckpoint(NamedTuple):
 
     def place(self, name: str, element: tuple[int, ...] | None = None) -> tuple[int | None, str]:
         """Return the source rank and the file that hold an element of a tensor, or its first one."""
-        copies = self.tensor(name).copies if name in self.numbers else ()
+        reads = self.tensor(name).reads if name in self.numbers else ()
         if element is not None:
-            copies = tuple(meeting(copies, Box(element, tuple(index + 1 for index in element))))
-        if not copies:
+            reads = tuple(meeting(reads, Box(element, tuple(index + 1 for index in element))))
+        if not reads:
             return None, self.source.files.path
-        rank = copies[0].source_rank if self.source.strategy.world_size > 1 else None
-        return rank, next(iter(paths_of(copies[0].source.source)), "")
+        rank = reads[0].source_rank if self.source.strategy.world_size > 1 else None
+        return rank, next(iter(paths_of(reads[0].source.source)), "")
 
     def flaws(self) -> Iterator[Finding]:
         """Yield the findings on its files, and on how tensors lie in them."""

@@ -126,7 +126,7 @@ def content_of(files: Files, tensor: TensorPlan, limits: Limits, buffer: Array, 
     content, view = ContentPass(spec.name, spec.dtype, spec.global_shape), memoryview(buffer.data)
     for block in spec.box.blocks(max(1, len(buffer) // itemsize)):
         size_bytes = block.size * itemsize
-        for part in meeting(tensor.copies, block):
+        for part in meeting(tensor.reads, block):
             fill(files, part, block, view[:size_bytes], limits)
         content.add(buffer[:size_bytes])
         on_bytes(size_bytes)

@@ -196,7 +196,7 @@ def _first_difference(
         read = []
         for tensor in (weight, copy):
             raw = np.empty(block.size, raw_dtype(tensor.spec.dtype))
-            for part in meeting(tensor.copies, block):
+            for part in meeting(tensor.reads, block):
                 fill(files, part, block, memoryview(raw.view(np.uint8).data), limits)
             read.append(raw)
         stored, wide = read

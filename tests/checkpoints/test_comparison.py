@@ -20,7 +20,7 @@ import reshard_mpi
 from reshard_mpi.checkpoints import compare_replicas
 from reshard_mpi.engine import first_difference
 from reshard_mpi.errors import DisagreementError, UsageError
-from reshard_mpi.planning.rank_plan import Copy
+from reshard_mpi.planning.rank_plan import ReadItem
 from reshard_mpi.sharding.box import Box
 
 CHECK = ("--replicas", "check")
@@ -39,9 +39,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int, Box]]:
     regions_read: Counter[tuple[str, int, Box]] = Counter()
     read_region = first_difference.read_region
 
-    def counting(files: object, copy: Copy, region: Box, *rest: object) -> None:
-        regions_read[copy.source.name, copy.source_rank, region] += 1
-        read_region(files, copy, region, *rest)
+    def counting(files: object, item: ReadItem, region: Box, *rest: object) -> None:
+        regions_read[item.source.name, item.source_rank, region] += 1
+        read_region(files, item, region, *rest)
 
     monkeypatch.setattr(first_difference, "read_region", counting)
     return regions_read

@@ -82,4 +82,4 @@ def test_pieces_that_overlap_and_differ_are_refused(tmp_path: Path, replicas: Re
     with pytest.raises(DisagreementError, match="'w'") as caught:
         Planner(source, unsharded(), Policy(replicas=replicas)).plan(0)
     assert "[6]" in str(caught.value)
-    assert Planner(source, unsharded(), Policy(replicas=Replicas.ANY)).plan(0).copies == 1
+    assert Planner(source, unsharded(), Policy(replicas=Replicas.ANY)).plan(0).read_count == 1

@@ -237,8 +237,8 @@ def test_little_of_a_shard_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(refuse_sources, "_samples", kept)
     reshard_mpi.plan(tmp_path / "rank_1")
-    assert 20_000 < sum(check.copies[0].size_bytes for check in compared) <= 96 * 1024
-    of_w = [check.copies[0].region for check in compared if check.name.startswith("layers.")]
+    assert 20_000 < sum(check.reads[0].size_bytes for check in compared) <= 96 * 1024
+    of_w = [check.reads[0].region for check in compared if check.name.startswith("layers.")]
     assert len({check.name for check in compared if check.name.startswith("layers.")}) == 1
     assert (of_w[0].start, of_w[-1].stop) == ((0, 0), (512, 1024)) and len(of_w) == 4
 

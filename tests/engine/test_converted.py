@@ -26,7 +26,7 @@ from reshard_mpi.formats.manifest import Manifest, ShardIdentity, TensorSpec
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
 from reshard_mpi.planning.chunk_reads import held_tensor
 from reshard_mpi.planning.made_tensors import constant, converted
-from reshard_mpi.planning.rank_plan import Copy, Group, Limits, PlannedTensors, RankPlan, ReadGroup, TensorPlan
+from reshard_mpi.planning.rank_plan import Group, Limits, PlannedTensors, RankPlan, ReadGroup, ReadItem, TensorPlan
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import MIB
 
@@ -71,7 +71,7 @@ def in_file(path: Path, array: np.ndarray) -> TensorEntry:
 def whole(entry: TensorEntry) -> tuple[TensorPlan, TensorSpec]:
     box = Box.whole(entry.shape)
     spec = TensorSpec(entry.name, entry.dtype, entry.shape, box)
-    return TensorPlan(spec, (Copy(0, entry, box, box),)), spec
+    return TensorPlan(spec, (ReadItem(0, entry, box, box),)), spec
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -81,8 +81,8 @@ def test_an_element_on_a_cut_is_counted_once(tmp_path: Path, cut: int, turned: b
     entry = in_file(tmp_path / "source", np.full((2, 3), 1e6))
     box, to = Box.whole((2, 3)), Box.whole((3, 2))
     spec = TensorSpec("w", FLOAT16, to.shape if turned else box.shape, to if turned else box)
-    copy = Copy(0, entry, box, box, to, (1, 0)) if turned else Copy(0, entry, box, box)
-    plan, target = planned(TensorPlan(spec, (copy,))), reserved(tmp_path / "target", spec, gap=1)
+    item = ReadItem(0, entry, box, box, to, (1, 0)) if turned else ReadItem(0, entry, box, box)
+    plan, target = planned(TensorPlan(spec, (item,))), reserved(tmp_path / "target", spec, gap=1)
     limits = Limits(buffer_bytes=4, window_bytes=64)
     first, second = fill(plan, target, (0, cut), limits), fill(plan, target, (cut, 14), limits)
     assert first.too_large + second.too_large == 6
@@ -130,13 +130,13 @@ def test_small_tensors_of_another_type_among_others(tmp_path: Path) -> None:
 def test_a_place_in_the_file_is_told(tmp_path: Path) -> None:
     """Of an element that was converted, the bytes that it was; of a constant, none."""
     (tensor, spec) = whole(in_file(tmp_path / "source", np.arange(6.0).reshape(2, 3)))
-    assert place_of(tensor.copies[0], (1, 1)) == ByteRange(str(tmp_path / "source"), 16, 4)
+    assert place_of(tensor.reads[0], (1, 1)) == ByteRange(str(tmp_path / "source"), 16, 4)
     zeros, _ = whole(constant("zeros", FLOAT16, (2, 3), bytes(2)))
-    assert place_of(zeros.copies[0], (1, 1)) is None
+    assert place_of(zeros.reads[0], (1, 1)) is None
     target = reserved(tmp_path / "target", spec)
-    (own,) = held_tensor(spec, target).copies
+    (own,) = held_tensor(spec, target).reads
     assert place_of(own, (1, 1)) == ByteRange(target.path, 8, 2)
-    assert takes_numpy(tensor.copies[0], spec.box, MIB) and takes_numpy(zeros.copies[0], spec.box, MIB)
+    assert takes_numpy(tensor.reads[0], spec.box, MIB) and takes_numpy(zeros.reads[0], spec.box, MIB)
 
 
 def test_a_chunk_is_decoded_once(tmp_path: Path) -> None:
@@ -167,11 +167,11 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path, turned: bool) -> N
     (entry,) = converted(TensorTable(str(path), [stored]), BY_NAME["bfloat16"]).values()
     box, to = Box.whole(shape), Box.whole(shape[::-1])
     spec = TensorSpec("w", entry.dtype, to.shape if turned else shape, to if turned else box)
-    copy = Copy(0, entry, box, box, to, (1, 0)) if turned else Copy(0, entry, box, box)
+    item = ReadItem(0, entry, box, box, to, (1, 0)) if turned else ReadItem(0, entry, box, box)
     target = reserved(tmp_path / "target", spec)
     tracemalloc.start()
     try:
-        traffic = fill(planned(TensorPlan(spec, (copy,))), target)
+        traffic = fill(planned(TensorPlan(spec, (item,))), target)
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -191,7 +191,7 @@ def test_turned_and_converted_at_once(tmp_path: Path, shape: tuple[int, ...], dt
     box, to, order = Box.whole(shape), Box.whole(shape[::-1]), tuple(reversed(range(len(shape))))
     spec = TensorSpec("w", entry.dtype, to.shape, to)
     target = reserved(tmp_path / "target", spec)
-    fill(planned(TensorPlan(spec, (Copy(0, entry, box, box, to, order),))), target)
+    fill(planned(TensorPlan(spec, (ReadItem(0, entry, box, box, to, order),))), target)
     assert Path(target.path).read_bytes() == values.astype(dtype).T.tobytes()
 
 
@@ -205,7 +205,7 @@ def test_elements_are_read_wherever_they_begin(tmp_path: Path, offset_bytes: int
     whole_box, box = Box.whole(bits.shape), Box((100, 0), (600, 1024))
     spec = TensorSpec("w", entry.dtype, bits.shape, box)
     target = reserved(tmp_path / "target", spec)
-    traffic = fill(planned(TensorPlan(spec, (Copy(0, entry, whole_box, box),))), target)
+    traffic = fill(planned(TensorPlan(spec, (ReadItem(0, entry, whole_box, box),))), target)
     expected = [became(element, "float32", "bfloat16").bits for element in bits[100:102].reshape(-1).tolist()]
     written = np.fromfile(target.path, np.uint16)
     assert written[:2048].tolist() == expected

@@ -33,7 +33,7 @@ from reshard_mpi.formats.manifest import Manifest, ShardIdentity, TensorSpec
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.planning.chunk_reads import held_tensor
 from reshard_mpi.planning.made_tensors import constant, converted
-from reshard_mpi.planning.rank_plan import Check, Copy, Limits, RankPlan, TensorPlan
+from reshard_mpi.planning.rank_plan import Check, Limits, RankPlan, ReadItem, TensorPlan
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.testing.checkpoints import load_shard
 
@@ -75,7 +75,7 @@ def plans(draw: st.DrawFn, folder: Path) -> Drawn:
     shape = tuple(draw(st.lists(st.integers(0, 9), max_size=4)))
     target = draw(boxes(shape))
     content = _elements(draw, dtype, target.shape)
-    copies, all_too_large = [], 0
+    reads, all_too_large = [], 0
     for number, region in enumerate(_partition(draw, target)):
         path, inside = folder / f"source_{number}", _slices(region.relative_to(target))
         kind = draw(st.sampled_from(["as it is", "as it is", "converted", "constant"]))
@@ -85,21 +85,21 @@ def plans(draw: st.DrawFn, folder: Path) -> Drawn:
             array = np.full(shape, array.flat[:1])
             content[inside] = array[_slices(region)]
             entry = constant("w", dtype, shape, array.tobytes()[: dtype.itemsize_bytes])
-            copies.append(Copy(number, entry, Box.whole(shape), region))
+            reads.append(ReadItem(number, entry, Box.whole(shape), region))
             continue
         content[inside], too_large = _became(array[_slices(region)], stored, dtype)
         if draw(st.booleans()):
-            copy = _from_another(draw, number, path, stored, array, region)
+            item = _from_another(draw, number, path, stored, array, region)
         else:
             held = _around(draw, region, shape)
-            copy = Copy(number, _source(draw, path, stored, _cut(array, held)), held, region)
+            item = ReadItem(number, _source(draw, path, stored, _cut(array, held)), held, region)
         if stored != dtype:
-            (entry,) = converted(TensorTable(str(path), [copy.source]), dtype).values()
-            copy = copy._replace(source=entry)
+            (entry,) = converted(TensorTable(str(path), [item.source]), dtype).values()
+            item = item._replace(source=entry)
             all_too_large += too_large
-        copies.append(copy)
+        reads.append(item)
     spec = TensorSpec("w", dtype, shape, target)
-    tensors = planned_singly([TensorPlan(spec, tuple(copies))])
+    tensors = planned_singly([TensorPlan(spec, tuple(reads))])
     plan = RankPlan(0, 0, NOWHERE, tensors, {}, (), (), (), (), frozenset())
     path = folder / "target"
     path.write_bytes(bytes(spec.size_bytes + 64))
@@ -147,7 +147,7 @@ def _partition(draw: st.DrawFn, box: Box) -> list[Box]:
     return parts if box.size else []
 
 
-def _from_another(draw: st.DrawFn, rank: int, path: Path, dtype: DType, array: np.ndarray, region: Box) -> Copy:
+def _from_another(draw: st.DrawFn, rank: int, path: Path, dtype: DType, array: np.ndarray, region: Box) -> ReadItem:
     """Return a copy of a region from a tensor with other axes, or in another order, in which it lies elsewhere."""
     axes = [dim for dim in range(region.ndim) if region.shape[dim] != 1 or draw(st.booleans())]
     axes = list(draw(st.permutations(axes)))
@@ -167,7 +167,7 @@ def _from_another(draw: st.DrawFn, rank: int, path: Path, dtype: DType, array: n
     content[tuple(slice(low, high) for low, high in zip(inner.start, inner.stop))] = turned
     order = sorted(range(len(axes)), key=lambda at: axes[at])
     same = order == sorted(order) and draw(st.booleans())
-    return Copy(rank, _source(draw, path, dtype, content), held, own, region, None if same else tuple(order))
+    return ReadItem(rank, _source(draw, path, dtype, content), held, own, region, None if same else tuple(order))
 
 
 def _around(draw: st.DrawFn, region: Box, shape: tuple[int, ...]) -> Box:
@@ -347,14 +347,14 @@ def test_first_difference_is_the_first(data: st.DataObject, limits: Limits) -> N
         second[at] ^= 1
     box = Box.whole(shape)
     with tempfile.TemporaryDirectory() as name:
-        copies = []
+        reads = []
         for rank, array in enumerate((first, first, second)):
             path = Path(name, str(rank))
             path.write_bytes(array.tobytes())
             source = ByteRanges((ByteRange(str(path), 0, array.size),))
-            copies.append(Copy(rank, TensorEntry("w", BY_NAME["uint8"], shape, source), box, box))
-        difference = first_difference(Check("w", tuple(copies), refuse=True, why=""), limits=limits)
-    assert difference == ((copies[2], at) if differs else None)
+            reads.append(ReadItem(rank, TensorEntry("w", BY_NAME["uint8"], shape, source), box, box))
+        difference = first_difference(Check("w", tuple(reads), refuse=True, why=""), limits=limits)
+    assert difference == ((reads[2], at) if differs else None)
 
 
 @pytest.mark.parametrize("gap", [0, 10])
@@ -414,7 +414,7 @@ def test_compressed_source_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         0,
         0,
         NOWHERE,
-        planned_singly([TensorPlan(TensorSpec("w", source.dtype, (4,), whole), (Copy(3, source, whole, whole),))]),
+        planned_singly([TensorPlan(TensorSpec("w", source.dtype, (4,), whole), (ReadItem(3, source, whole, whole),))]),
         {},
         (),
         (),
@@ -453,7 +453,7 @@ def test_only_what_a_process_fills_is_read_ahead(
         path = tmp_path / name
         path.write_bytes(bytes([number + 1]) * (size + 1))
         source = TensorEntry(name, BY_NAME["uint8"], box.shape, ByteRanges((ByteRange(str(path), 1, size),)))
-        tensors.append(TensorPlan(TensorSpec(name, BY_NAME["uint8"], box.shape, box), (Copy(0, source, box, box),)))
+        tensors.append(TensorPlan(TensorSpec(name, BY_NAME["uint8"], box.shape, box), (ReadItem(0, source, box, box),)))
         place = ByteRanges((ByteRange(str(target), number * size, size),))
         places.add_entry(TensorEntry(name, BY_NAME["uint8"], box.shape, place))
     plan = RankPlan(0, 0, NOWHERE, planned_singly(tensors), {}, (), (), (), (), frozenset())

@@ -25,7 +25,7 @@ from reshard_mpi.formats.locations import ByteRange, ByteRanges, Converted, Libr
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.planning.gradient_joining import JoinedTensors
 from reshard_mpi.planning.made_tensors import converted
-from reshard_mpi.planning.rank_plan import Check, Copy, Limits
+from reshard_mpi.planning.rank_plan import Check, Limits, ReadItem
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import MIB
 
@@ -157,10 +157,10 @@ def test_parts_of_any_kind_are_joined(tmp_path: Path, is_transposed: bool, is_co
     dtype = FLOAT16 if is_converted else FLOAT32
     entry = TensorEntry("g", dtype, (23, 11), Converted(place, FLOAT32) if is_converted else place)
     to, order = (Box((2, 3), (9, 21)), (1, 0)) if is_transposed else (region, None)
-    copy = Copy(0, entry, whole, region, to if is_transposed else None, order)
+    item = ReadItem(0, entry, whole, region, to if is_transposed else None, order)
     out = np.zeros(to.shape, raw_dtype(dtype))
     with Files() as files:
-        gather(files, copy, out, to, limits)
+        gather(files, item, out, to, limits)
     expected = (((arrays[0] + arrays[1]) + arrays[2]) + arrays[3])[3:21, 2:9].astype(NUMPY[dtype.name])
     assert out.tobytes() == np.ascontiguousarray(expected.T if is_transposed else expected).tobytes()
     assert sum(box.size for box in read) == region.size  # each chunk's rows are decoded once
@@ -174,12 +174,12 @@ def test_blocks_do_not_change_it(cut: int) -> None:
         arrays = [random.standard_normal(253).astype(np.float16) for _ in range(3)]
         sources = tuple(in_file(Path(folder, str(number)), array) for number, array in enumerate(arrays))
         box = Box.whole((253,))
-        copy = Copy(0, TensorEntry("g", FLOAT16, (253,), Reduced(sources, True)), box, box)
+        item = ReadItem(0, TensorEntry("g", FLOAT16, (253,), Reduced(sources, True)), box, box)
         whole, first, second = bytearray(506), bytearray(2 * cut), bytearray(2 * (253 - cut))
         with Files() as files:
-            fill(files, copy, box, memoryview(whole), LIMITS)
+            fill(files, item, box, memoryview(whole), LIMITS)
             for part, content in ((Box((0,), (cut,)), first), (Box((cut,), (253,)), second)):
-                fill(files, copy.part(part), part, memoryview(content), Limits(64, 64))
+                fill(files, item.part(part), part, memoryview(content), Limits(64, 64))
         assert first + second == whole
 
 
@@ -207,12 +207,14 @@ def test_the_view_of_several_shards() -> None:
 
 
 def same_of(folder: Path, *arrays: np.ndarray, limits: Limits = LIMITS) -> tuple[int, int] | None:
-    copies = []
+    reads = []
     for rank, array in enumerate(arrays):
         box = Box.whole(array.shape)
-        copies.append(Copy(rank, TensorEntry("g", FLOAT32, array.shape, in_file(folder / str(rank), array)), box, box))
+        reads.append(
+            ReadItem(rank, TensorEntry("g", FLOAT32, array.shape, in_file(folder / str(rank), array)), box, box)
+        )
     with Files() as files:
-        return first_same(Check("g", tuple(copies), refuse=True, why=""), limits=limits, files=files)
+        return first_same(Check("g", tuple(reads), refuse=True, why=""), limits=limits, files=files)
 
 
 def test_two_of_many_that_are_the_same(tmp_path: Path) -> None:
@@ -231,8 +233,8 @@ def test_few_bytes_are_read_of_sums_that_differ(tmp_path: Path) -> None:
     sources = [in_file(tmp_path / str(rank), array) for rank, array in enumerate(arrays)]
     box = Box.whole((100_000,))
     entries = (TensorEntry("g", FLOAT32, box.shape, source) for source in sources)
-    copies = tuple(Copy(rank, entry, box, box) for rank, entry in enumerate(entries))
-    check = Check("g", copies, refuse=True, why="")
+    reads = tuple(ReadItem(rank, entry, box, box) for rank, entry in enumerate(entries))
+    check = Check("g", reads, refuse=True, why="")
     with Files() as files:
         assert first_same(check, limits=LIMITS, files=files) is None
         assert files.traffic.requested_bytes == 3 * (64 << 10)

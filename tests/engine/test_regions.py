@@ -10,12 +10,12 @@ from reshard_mpi.engine import read
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.locations import ByteRange, ByteRanges
 from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.planning.rank_plan import Copy
+from reshard_mpi.planning.rank_plan import ReadItem
 from reshard_mpi.sharding.box import Box
 
 
 @st.composite
-def placed(draw: st.DrawFn) -> tuple[Copy, Box]:
+def placed(draw: st.DrawFn) -> tuple[ReadItem, Box]:
     """Draw a copy of a region, and the box that it is brought to, which holds it."""
     start, stop, before, after = [], [], [], []
     for _ in range(draw(st.integers(1, 3))):
@@ -30,17 +30,17 @@ def placed(draw: st.DrawFn) -> tuple[Copy, Box]:
     )
     size_bytes = 4 * source.size
     entry = TensorEntry("w", BY_NAME["int32"], source.shape, ByteRanges((ByteRange("w", 0, size_bytes),)))
-    return Copy(0, entry, source, Box(tuple(start), tuple(stop))), place
+    return ReadItem(0, entry, source, Box(tuple(start), tuple(stop))), place
 
 
 @many(150)
 @given(drawn=placed(), buffer_bytes=st.integers(4, 1 << 14))
-def test_numpy_is_announced(drawn: tuple[Copy, Box], buffer_bytes: int) -> None:
-    copy, place = drawn
-    if read.takes_numpy(copy, place, buffer_bytes):
+def test_numpy_is_announced(drawn: tuple[ReadItem, Box], buffer_bytes: int) -> None:
+    item, place = drawn
+    if read.takes_numpy(item, place, buffer_bytes):
         return
     for block in place.blocks(buffer_bytes // 4):
-        part = copy.meeting(block)
+        part = item.meeting(block)
         if part is not None:
             strides = part.strides(block)
             assert strides.size <= read._FEW_RUNS * strides.run_length

@@ -17,7 +17,7 @@ from reshard_mpi.formats.tensor_table import (
     TensorType,
 )
 from reshard_mpi.planning.made_tensors import constant, converted
-from reshard_mpi.planning.rank_plan import Copy, RankPlan, TensorPlan
+from reshard_mpi.planning.rank_plan import RankPlan, ReadItem, TensorPlan
 from reshard_mpi.sharding.box import Box
 
 FLOAT32, BFLOAT16, INT32 = BY_NAME["float32"], BY_NAME["bfloat16"], BY_NAME["int32"]
@@ -99,11 +99,11 @@ def test_a_constant_has_no_bytes_in_files() -> None:
 def test_a_plan_needs_the_bytes_of_the_files() -> None:
     box = Box.whole((4, 3))
     seen = converted(shard(), BFLOAT16)
-    copies = (
-        Copy(0, seen["first"], Box((0, 0), (2, 3)), Box((0, 0), (2, 3))),
-        Copy(0, constant("w", BFLOAT16, (2, 3), bytes(2)), Box((2, 0), (4, 3)), Box((2, 0), (4, 3))),
+    reads = (
+        ReadItem(0, seen["first"], Box((0, 0), (2, 3)), Box((0, 0), (2, 3))),
+        ReadItem(0, constant("w", BFLOAT16, (2, 3), bytes(2)), Box((2, 0), (4, 3)), Box((2, 0), (4, 3))),
     )
-    tensors = planned_singly([TensorPlan(TensorSpec("w", BFLOAT16, (4, 3), box), copies)])
+    tensors = planned_singly([TensorPlan(TensorSpec("w", BFLOAT16, (4, 3), box), reads)])
     plan = RankPlan(0, 0, ShardIdentity(0, 1, ""), tensors, {}, (), (), (), (), frozenset())
     assert plan.needed_bytes == 24 and plan.written_bytes == 24
-    assert [copy.source.unconverted.dtype for copy in plan.tensors[0].copies] == [FLOAT32, BFLOAT16]
+    assert [item.source.unconverted.dtype for item in plan.tensors[0].reads] == [FLOAT32, BFLOAT16]

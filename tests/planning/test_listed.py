@@ -25,7 +25,7 @@ def test_overlaps_are_those_of_each_region() -> None:
         route = ReadGroup(0, whole, region, listed, (number,))
         groups.append(Group(TensorType.of_box(dtype, region, (8,)), ("ab"[number],), (route,)))
     checks = list(ChunkReads(0, 1).checks(groups, Replicas.CHECK))
-    assert [(check.name, str(check.copies[0].region)) for check in checks] == [
+    assert [(check.name, str(check.reads[0].region)) for check in checks] == [
         ("a", "[2:3]"),
         ("b", "[3:4]"),
         ("b", "[4:6]"),

@@ -113,10 +113,10 @@ def test_what_no_opened_shard_holds_is_a_hole(case: Case, data: st.DataObject) -
     assume(wanted)
     tensor = data.draw(st.sampled_from(wanted))
     name = tensor.spec.name
-    copy = data.draw(st.sampled_from(tensor.copies))
+    item = data.draw(st.sampled_from(tensor.reads))
     (origin,) = source.find(name)
-    holders = list(origin.holders(origin.piece(copy.source_rank)))
-    assume(len(tensor.copies) > 1)  # of a tensor that is nowhere nobody can tell that it was ever saved
+    holders = list(origin.holders(origin.piece(item.source_rank)))
+    assume(len(tensor.reads) > 1)  # of a tensor that is nowhere nobody can tell that it was ever saved
     if data.draw(st.booleans()):
         spoiled = {other: shard for other, shard in every.items() if other not in holders}
         got = "shard missing"
@@ -128,7 +128,7 @@ def test_what_no_opened_shard_holds_is_a_hole(case: Case, data: st.DataObject) -
         got = "shards without the tensor"
     error = refusal(CoverageError, source, target, spoiled, rank)
     if error.problem.endswith(f"of {name!r} that target rank {rank} needs"):
-        assert f"box {copy.region} on " in error.expected
+        assert f"box {item.region} on " in error.expected
         assert all(str(holder) in error.expected for holder in holders[:8])
         assert error.got == got
     else:  # with the shards went another tensor of theirs, which came first
@@ -286,9 +286,9 @@ def test_state_of_another_shape_does_not_follow() -> None:
 def test_a_name_in_no_strategy_is_taken_from_the_own_rank_or_the_home() -> None:
     manifests = shards({"w": (2, 6), "seed": (3,)}, {"w": (2, 6), "seed": (3,)})
     same = planned(two_ranks(w=ROWS), two_ranks(w=ROWS), manifests, 1)
-    assert {copy.source_rank for tensor in same.tensors for copy in tensor.copies} == {1}
+    assert {item.source_rank for tensor in same.tensors for item in tensor.reads} == {1}
     fewer = planned(two_ranks(w=ROWS), one_rank(), manifests)
-    assert {tensor.spec.name: [copy.source_rank for copy in tensor.copies] for tensor in fewer.tensors} == {
+    assert {tensor.spec.name: [item.source_rank for item in tensor.reads] for tensor in fewer.tensors} == {
         "w": [0, 1],
         "seed": [0],
     }
@@ -298,9 +298,9 @@ def test_a_name_that_only_other_stages_list_is_on_every_rank() -> None:
     source = Strategy(2, 2, {"w": (Placement((1,), stages=(0,)),), "v": (Placement((1,), stages=(1,)),)})
     manifests = shards({"w": (2,), "v": (2,)}, {"v": (2,)})
     target = one_rank(w=Placement((1,)), v=Placement((1,)))
-    sources = {tensor.spec.name: tensor.copies[0].source_rank for tensor in planned(source, target, manifests).tensors}
+    sources = {tensor.spec.name: tensor.reads[0].source_rank for tensor in planned(source, target, manifests).tensors}
     assert sources == {"w": 0, "v": 1}  # where the strategy lists it comes first
-    assert {n: planned(source, target, {0: manifests[0]}).tensors[n].copies[0].source_rank for n in (0, 1)} == {
+    assert {n: planned(source, target, {0: manifests[0]}).tensors[n].reads[0].source_rank for n in (0, 1)} == {
         0: 0,
         1: 0,
     }
@@ -337,7 +337,7 @@ def test_a_hole_in_some_of_the_holders_is_no_hole() -> None:
     target = one_rank(w=Placement((1,)), v=Placement((1,)))
     both, one = {"w": (2, 6), "v": (3,)}, {"v": (3,)}
     plan = planned(source, target, shards(one, both, both, one))
-    assert [copy.source_rank for copy in plan.tensors[-1].copies] == [2, 1]
+    assert [item.source_rank for item in plan.tensors[-1].reads] == [2, 1]
 
 
 def test_a_hole_is_told_with_box_ranks_and_files() -> None:
@@ -369,7 +369,7 @@ def test_a_tied_parameter_is_taken_from_the_stage_that_is_there() -> None:
     manifests = shards({"w": (2, 6)}, {"w": (2, 6)}, {"w": (4, 3)}, {"w": (4, 3)})
     for opened, ranks in (((0, 1), [0, 1]), ((2, 3), [2, 3]), ((0, 2, 3), [2, 3]), ((0, 1, 2), [0, 1])):
         plan = planned(source, one_rank(), {rank: manifests[rank] for rank in opened})
-        assert [copy.source_rank for copy in plan.tensors[0].copies] == ranks
+        assert [item.source_rank for item in plan.tensors[0].reads] == ranks
 
 
 def test_what_the_opened_shards_lack_is_told_with_the_ranks_that_should_hold_it() -> None:
@@ -456,7 +456,7 @@ def test_a_tensor_that_the_target_cannot_cut_is_refused() -> None:
 
 def compared(plan: RankPlan) -> dict[str, tuple[tuple[int, ...], bool]]:
     """Return the checks of a plan: name -> the ranks compared, and whether a difference refuses the target."""
-    return {check.name: (tuple(copy.source_rank for copy in check.copies), check.refuse) for check in plan.checks}
+    return {check.name: (tuple(item.source_rank for item in check.reads), check.refuse) for check in plan.checks}
 
 
 COUNTED: Mapping[str, tuple[int, ...]] = {"w": (2, 6), "global_step": (), "step_num": (1,), "seed": (3,)}
@@ -507,7 +507,7 @@ def test_listed_values_are_not_compared_and_large_ones_only_at_their_beginning()
     manifests: Mapping[str, tuple[int, ...]] = {"w": (2, 6), "b": (3,), "large": (1 << 10, 1 << 10), "empty": (0, 3)}
     plan = planned(two_ranks(w=ROWS, b=WHOLE), one_rank(), shards(manifests, manifests))
     assert compared(plan) == {"large": ((0, 1), False), "empty": ((0, 1), False)}
-    assert {copy.region for copy in plan.checks[0].copies} == {Box((0, 0), (16, 1 << 10))}
+    assert {item.region for item in plan.checks[0].reads} == {Box((0, 0), (16, 1 << 10))}
 
 
 def test_a_tensor_that_says_it_is_whole_does_not_follow_what_is_held_alike() -> None:

@@ -154,12 +154,12 @@ def check_every_element(case: Case, plan: RankPlan) -> None:
         wanted = slice_for_rank(whole, case.dst.layouts[tensor.spec.name], rank)
         np.testing.assert_array_equal(part(whole, tensor.spec.box), wanted)
         moved = []
-        for copy in tensor.copies:
-            source_part = slice_for_rank(whole, case.src.layouts[tensor.spec.name], copy.source_rank)
-            np.testing.assert_array_equal(part(whole, copy.source_box), source_part)
-            assert copy.source.shape == source_part.shape
-            assert copy.source_box.contains(copy.region)
-            moved.append(part(whole, copy.region).ravel())
+        for item in tensor.reads:
+            source_part = slice_for_rank(whole, case.src.layouts[tensor.spec.name], item.source_rank)
+            np.testing.assert_array_equal(part(whole, item.source_box), source_part)
+            assert item.source.shape == source_part.shape
+            assert item.source_box.contains(item.region)
+            moved.append(part(whole, item.region).ravel())
         np.testing.assert_array_equal(np.sort(np.concatenate([np.array([], int), *moved])), np.sort(wanted.ravel()))
         assert tensor.spec.dtype.name == case.tensors[tensor.spec.name].dtype.name
     assert plan.needed_bytes == plan.written_bytes
