@@ -275,7 +275,7 @@ class RecordedSums:
         return crc_of_pieces(zip(known, (item.size_bytes for item in reads))) if len(known) == len(crcs) else None
 
     def _crc_of_copy(self, item: ReadItem, target: Box) -> int | None:
-        """Return the CRC-32 of a read item that is a whole tensor of a shard and one run of the target; None of others."""
+        """Return the CRC-32 of an item that is a whole tensor of a shard and one run of the target; None of others."""
         stored = item.source.stored
         if not item.source.is_as_stored or stored is None or len(stored.ranges) != 1 or item.region != item.source_box:
             return None
