@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Self
 from reshard_mpi.errors import SourceError, StoreError
 from reshard_mpi.filesystem import object_store
 from reshard_mpi.filesystem.folders import Folder
-from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, asked, listing, tag_in
+from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, asked, field_of, listing
 
 # Pages of a listing of all that lies below a folder; one with more is listed folder by folder, as it is asked about.
 _MOST_PAGES = 20
@@ -307,7 +307,7 @@ def put(
         return None
     date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")  # which something on the way may leave out
     state = (
-        ObjectState.of(tag_in(answer, place), len(content), parsedate_to_datetime(date))
+        ObjectState.of(field_of(answer, "ETag", place), len(content), parsedate_to_datetime(date))
         if date
         else object_store.state_of(place)
     )

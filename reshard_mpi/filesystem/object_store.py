@@ -213,6 +213,8 @@ def asked(place: ObjectPlace, request: Callable[[Any], T]) -> T:
         raise StoreError(problem, expected=expected, got=got, where=str(place), remedy=remedy) from error
     except BotoCoreError as error:
         raise _unreachable(place, str(error)) from error
+    except KeyError as error:  # botocore decodes the keys of a listing, and expects them there
+        raise _without_field(place, str(error.args[0])) from error
 
 
 def _without_credentials(error: Exception, where: str) -> StoreError:
@@ -250,11 +252,19 @@ def _unreachable(place: ObjectPlace, got: str) -> StoreUnreachableError:
     )
 
 
-def tag_in(answer: Mapping[str, Any], place: ObjectPlace) -> str:
-    """Return the tag in an answer about what was written. Raises StoreUnreachableError if there is none."""
-    if "ETag" not in answer:
-        raise _unreachable(place, "an answer without the tag of what was written")
-    return str(answer["ETag"])
+def field_of(answer: Mapping[str, Any], name: str, place: ObjectPlace) -> Any:
+    """Return a field of an answer, or of one of its items. Raises StoreUnreachableError if it is not there."""
+    if answer.get(name) is None:
+        raise _without_field(place, name)
+    return answer[name]
+
+
+def _without_field(place: ObjectPlace, name: str) -> StoreUnreachableError:
+    return _unreachable(place, f"an answer without {name}")
+
+
+def _state_in(answer: Mapping[str, Any], size_name: str, place: ObjectPlace) -> ObjectState:
+    return ObjectState.of(*(field_of(answer, name, place) for name in ("ETag", size_name, "LastModified")))
 
 
 def changed(place: ObjectPlace) -> DisagreementError:
@@ -271,9 +281,7 @@ def changed(place: ObjectPlace) -> DisagreementError:
 def state_of(place: ObjectPlace) -> ObjectState:
     """Return an object as it is now. Raises as `asked` does."""
     answer = asked(place, lambda store: store.head_object(Bucket=place.bucket, Key=place.key))
-    if "ETag" not in answer or "LastModified" not in answer:
-        raise _unreachable(place, "an answer without the tag of the object")
-    return ObjectState.of(answer["ETag"], answer["ContentLength"], answer["LastModified"])
+    return _state_in(answer, "ContentLength", place)
 
 
 class ListedPage(NamedTuple):
@@ -295,17 +303,12 @@ def listing(place: ObjectPlace, prefix: str, *, by_folder: bool) -> Iterator[Lis
     while True:
         page = asked(place, lambda store: store.list_objects_v2(**arguments))
         yield ListedPage(
-            {
-                found["Key"]: ObjectState.of(found["ETag"], found["Size"], found["LastModified"])
-                for found in page.get("Contents", ())
-            },
-            tuple(found["Prefix"] for found in page.get("CommonPrefixes", ())),
+            {field_of(found, "Key", place): _state_in(found, "Size", place) for found in page.get("Contents", ())},
+            tuple(field_of(found, "Prefix", place) for found in page.get("CommonPrefixes", ())),
         )
         if not page.get("IsTruncated"):
             return
-        if not page.get("NextContinuationToken"):
-            raise _unreachable(place, "a part of a listing without the mark of the next")
-        arguments["ContinuationToken"] = page["NextContinuationToken"]
+        arguments["ContinuationToken"] = field_of(page, "NextContinuationToken", place)
 
 
 def read_range(place: ObjectPlace, state: ObjectState, offset: int, buffer: memoryview) -> None:

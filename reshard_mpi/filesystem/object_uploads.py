@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from reshard_mpi.errors import StoreError, StoreUnreachableError, TargetError
 from reshard_mpi.filesystem import object_folders
 from reshard_mpi.filesystem.object_folders import NOT_MET, metadata_of, remove
-from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, asked, changed, client, state_of, tag_in
+from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, asked, changed, client, field_of, state_of
 from reshard_mpi.filesystem.source_files import FileStream, SourceFile
 
 _GONE = "NoSuchUpload"
@@ -57,11 +57,11 @@ def unfinished(place: ObjectPlace) -> list[UnfinishedUpload]:
     while True:
         answer = asked(place, partial(_list_uploads, {"Bucket": place.bucket, "Prefix": place.key, **marks}))
         for upload in answer.get("Uploads", ()):
-            begun_ns = int(upload["Initiated"].timestamp()) * 10**9
-            found.append(UnfinishedUpload(upload["Key"], upload["UploadId"], begun_ns))
+            key, upload_id, begun = (field_of(upload, name, place) for name in ("Key", "UploadId", "Initiated"))
+            found.append(UnfinishedUpload(key, upload_id, int(begun.timestamp()) * 10**9))
         if not answer.get("IsTruncated"):
             return found
-        marks = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer["NextUploadIdMarker"]}
+        marks = {name: field_of(answer, f"Next{name}", place) for name in ("KeyMarker", "UploadIdMarker")}
 
 
 def _list_uploads(arguments: dict[str, Any], store: Any) -> Any:
@@ -179,11 +179,12 @@ class Upload:
                 Bucket=place.bucket, Key=place.key, Metadata=said, ContentType="application/octet-stream", **checksum
             ),
         )
+        upload_id = field_of(answer, "UploadId", place)
         if answer["ResponseMetadata"].get("RetryAttempts"):  # an answer may be lost, and its upload stay
             for other in unfinished(place):
-                if other.key == place.key and other.upload_id != answer["UploadId"]:
+                if other.key == place.key and other.upload_id != upload_id:
                     abort(place, other.upload_id)
-        return cls(place, answer["UploadId"], token, has_crc=has_crc)
+        return cls(place, upload_id, token, has_crc=has_crc)
 
     def send(self, number: int, content: FilePart) -> SentPart:
         """Send a part. Raises as `object_store.asked` does, TargetError if the upload has been aborted."""
@@ -192,7 +193,7 @@ class Upload:
         answer = self._asked(
             lambda store: store.upload_part(**self._named, PartNumber=number, Body=content, **checksum)
         )
-        return SentPart(number, tag_in(answer, self.place), content.length_bytes, crc)
+        return SentPart(number, field_of(answer, "ETag", self.place), content.length_bytes, crc)
 
     def parts(self) -> list[SentPart]:
         """Return the parts that the store has, by their numbers; none if the upload is gone.
@@ -206,10 +207,11 @@ class Upload:
             except TargetError:
                 return []
             for part in answer.get("Parts", ()):
-                found.append(SentPart(part["PartNumber"], part["ETag"], part["Size"], self._crc_in(part)))
+                number, tag, size_bytes = (field_of(part, name, self.place) for name in ("PartNumber", "ETag", "Size"))
+                found.append(SentPart(number, tag, size_bytes, self._crc_in(part)))
             if not answer.get("IsTruncated"):
                 return found
-            marks = {"PartNumberMarker": answer["NextPartNumberMarker"]}
+            marks = {"PartNumberMarker": field_of(answer, "NextPartNumberMarker", self.place)}
 
     def _list_parts(self, marks: dict[str, int], store: Any) -> Any:
         return store.list_parts(**self._named, **marks)

@@ -21,7 +21,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from reshard_mpi.errors import CoverageError, DisagreementError, ShardError, TargetError, TransformError, told
+from reshard_mpi.errors import (
+    CoverageError,
+    DisagreementError,
+    ShardError,
+    StoreError,
+    TargetError,
+    TransformError,
+    told,
+)
 from reshard_mpi.filesystem.folders import (
     Folder,
     Say,
@@ -296,7 +304,7 @@ class Journal:
                 raise
             note = f"not committed yet, as targets that are still to be replaced may be why: {error.problem}"
             return Differences(notes=(note,))
-        except (OSError, ShardError) as error:  # a ShardError is about a target, which the index is made of
+        except (OSError, ShardError, StoreError) as error:  # a ShardError is about a target, as the index is made of
             raise TransformError(
                 "the targets are complete, but the commit record could not be written",
                 got=str(error) if isinstance(error, OSError) else told(error),

@@ -30,6 +30,7 @@ from support.fault_proxy import (
     FaultProxy,
     Operation,
     Request,
+    Reword,
 )
 from support.object_servers import Bucket, forget, names, objects, put, upload, uploads
 from support.oracle import RawLayout
@@ -93,6 +94,33 @@ def test_a_store_that_keeps_no_conditions_is_refused(
     assert finished.code == 3 and "--single-writer" in finished.err, finished
     assert objects(moto / "out") == before
     assert sent(c, moto / "out", "--single-writer", *given).code == 0
+    assert_whole(moto, c)
+
+
+@pytest.mark.parametrize("field", few(2, ["UploadId", "Key", "ETag", "Size", "LastModified"]))
+def test_answers_that_lack_a_field(moto: Bucket, proxy: FaultProxy, c: Conversion, field: str) -> None:
+    operation = Operation.CREATE_UPLOAD if field == "UploadId" else Operation.LIST
+    put(moto / "out/notes.txt", b"of somebody else")  # so that a listing has an object
+    proxy.spoil(Reword(f"<{field}>[^<]*</{field}>".encode(), b""), when=operation, count=None)
+    finished = sent(c, moto / "out")
+    assert finished.code == 4 and f"an answer without {field}" in finished.err, finished
+    proxy.heal()
+    assert sent(c, moto / "out", "--resume").code == 0
+    assert names(moto / "out") == sorted([*WHOLE, "notes.txt"]) and not uploads(moto)
+
+
+def test_a_commit_that_the_store_refuses(moto: Bucket, proxy: FaultProxy, c: Conversion) -> None:
+    """All targets are there, so it is no refusal of all."""
+
+    def is_late(request: Request) -> bool:
+        is_written = _TARGETS[1] in names(moto / "out")
+        return is_written and request.operation is Operation.GET and request.key.endswith("rank_0.json")
+
+    proxy.spoil(Answer(400, "BadRequest"), when=is_late, count=None)
+    finished = sent(c, moto / "out")
+    assert finished.code == 4 and "the commit record could not be written" in finished.err, finished
+    proxy.heal()
+    assert sent(c, moto / "out", "--resume").code == 0
     assert_whole(moto, c)
 
 
