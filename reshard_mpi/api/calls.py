@@ -20,7 +20,7 @@ from reshard_mpi.errors import OutOfRangeError, UsageError, WrongTypeError, as_r
 from reshard_mpi.filesystem.source_files import look_again
 from reshard_mpi.options import EXCLUSIVE, OPTIONS, check_number, check_path
 from reshard_mpi.processes import memory_scopes
-from reshard_mpi.processes.comm import Comm, MPIComm, SerialComm
+from reshard_mpi.processes.comm import Comm, MPIComm, SerialComm, require_same_options
 from reshard_mpi.runs.monitor import monitored
 from reshard_mpi.runs.outcome import Outcome, Report
 from reshard_mpi.runs.progress import Display, Progress, RunStatus, Words, log, log_warning
@@ -153,6 +153,7 @@ def outcome_of(
 ) -> Outcome:
     """Do as `run`, and return all that has come out."""
     comm = SerialComm() if communicator is None else MPIComm(communicator)
+    require_same_options(comm, {"work": work.name, **request._asdict()})
     with shown_to(progress, comm) as shown:
         if processes > 1 and communicator is None:
             outcome = run_with_workers(request, processes, shown, work)

@@ -7,8 +7,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -116,10 +116,13 @@ def _last_words(options: argparse.Namespace) -> Callable[[int], None]:
     return say_stopped
 
 
-def _world(options: argparse.Namespace) -> AbstractContextManager[comm.Comm]:
-    """Return the processes that run this command together."""
+@contextmanager
+def _world(options: argparse.Namespace) -> Iterator[comm.Comm]:
+    """Yield the processes that run this command together. Raises UsageError in all if they have different options."""
     explicit_share = bool(getattr(options, "rank", None) or getattr(options, "part", None))
-    return comm.world(os.environ, explicit_share=explicit_share, stopped=_last_words(options))
+    with comm.world(os.environ, explicit_share=explicit_share, stopped=_last_words(options)) as group:
+        comm.require_same_options(group, vars(options))
+        yield group
 
 
 def _run(work: Task, options: argparse.Namespace, group: comm.Comm) -> Outcome:

@@ -12,7 +12,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -215,6 +215,8 @@ def asked(place: ObjectPlace, request: Callable[[Any], T]) -> T:
         raise _unreachable(place, str(error)) from error
     except KeyError as error:  # botocore decodes the keys of a listing, and expects them there
         raise _without_field(place, str(error.args[0])) from error
+    except (TypeError, ValueError) as error:  # botocore parses times and numbers
+        raise _unreachable(place, f"an answer that cannot be understood: {error}") from error
 
 
 def _without_credentials(error: Exception, where: str) -> StoreError:
@@ -257,6 +259,22 @@ def field_of(answer: Mapping[str, Any], name: str, place: ObjectPlace) -> Any:
     if answer.get(name) is None:
         raise _without_field(place, name)
     return answer[name]
+
+
+def next_marks(
+    answer: Mapping[str, Any], names: Collection[str], before: Mapping[str, Any], place: ObjectPlace
+) -> dict[str, Any]:
+    """Return the marks by which the next part of a listing is asked for.
+
+    Args:
+        before: those by which this part was asked for.
+
+    Raises StoreUnreachableError if they are not there, or the same again: the listing would never end.
+    """
+    marks = {name: field_of(answer, f"Next{name}", place) for name in names}
+    if marks.items() <= before.items():
+        raise _unreachable(place, "a listing whose next part is the same again")
+    return marks
 
 
 def _without_field(place: ObjectPlace, name: str) -> StoreUnreachableError:
@@ -308,7 +326,7 @@ def listing(place: ObjectPlace, prefix: str, *, by_folder: bool) -> Iterator[Lis
         )
         if not page.get("IsTruncated"):
             return
-        arguments["ContinuationToken"] = field_of(page, "NextContinuationToken", place)
+        arguments.update(next_marks(page, ["ContinuationToken"], arguments, place))
 
 
 def read_range(place: ObjectPlace, state: ObjectState, offset: int, buffer: memoryview) -> None:

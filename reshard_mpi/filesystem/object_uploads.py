@@ -22,7 +22,16 @@ from urllib.parse import urlsplit
 from reshard_mpi.errors import StoreError, StoreUnreachableError, TargetError
 from reshard_mpi.filesystem import object_folders
 from reshard_mpi.filesystem.object_folders import NOT_MET, metadata_of, remove
-from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, asked, changed, client, field_of, state_of
+from reshard_mpi.filesystem.object_store import (
+    ObjectPlace,
+    ObjectState,
+    asked,
+    changed,
+    client,
+    field_of,
+    next_marks,
+    state_of,
+)
 from reshard_mpi.filesystem.source_files import FileStream, SourceFile
 
 _GONE = "NoSuchUpload"
@@ -61,7 +70,7 @@ def unfinished(place: ObjectPlace) -> list[UnfinishedUpload]:
             found.append(UnfinishedUpload(key, upload_id, int(begun.timestamp()) * 10**9))
         if not answer.get("IsTruncated"):
             return found
-        marks = {name: field_of(answer, f"Next{name}", place) for name in ("KeyMarker", "UploadIdMarker")}
+        marks = next_marks(answer, ("KeyMarker", "UploadIdMarker"), marks, place)
 
 
 def _list_uploads(arguments: dict[str, Any], store: Any) -> Any:
@@ -211,7 +220,7 @@ class Upload:
                 found.append(SentPart(number, tag, size_bytes, self._crc_in(part)))
             if not answer.get("IsTruncated"):
                 return found
-            marks = {"PartNumberMarker": field_of(answer, "NextPartNumberMarker", self.place)}
+            marks = next_marks(answer, ["PartNumberMarker"], marks, self.place)
 
     def _list_parts(self, marks: dict[str, int], store: Any) -> Any:
         return store.list_parts(**self._named, **marks)

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.processes.host import HostIdentity, distinct_names, host_name
 from reshard_mpi.processes.signals import exit_when_terminated, ignore_stops, stopped_by
-from reshard_mpi.text import lines
+from reshard_mpi.text import beginning, lines
 
 T = TypeVar("T")
 
@@ -132,6 +132,34 @@ class MPIComm:
                     do()
                 done = time.monotonic()
             time.sleep(min(max(_SHORTEST_NAP_SECONDS, waited_seconds * _NAP_SHARE), _LONGEST_NAP_SECONDS))
+
+
+# Options of which each host may have its own.
+_OF_HOSTS = ("memory", "max_active")
+
+
+def require_same_options(comm: Comm, options: Mapping[str, object]) -> None:
+    """Raise UsageError, in all processes, if the options of one differ from process 0's: they would not do the same.
+
+    Args:
+        options: of this process, by name.
+    """
+    if comm.size == 1:
+        return
+    own = {name: repr(value) for name, value in options.items() if name not in _OF_HOSTS}
+    first, *others = comm.allgather(own)
+    for rank, other in enumerate(others, 1):
+        name = next((name for name in {**first, **other} if first.get(name) != other.get(name)), None)
+        if name is not None:
+            texts = (
+                f"rank {at}: {name} {beginning(each.get(name, '-'), 80)}" for at, each in ((0, first), (rank, other))
+            )
+            raise UsageError(
+                "the ranks of this MPI run were given different commands",
+                expected="the same command, with the same options",
+                got="; ".join(texts),
+                remedy="start all ranks by one command, as mpirun -n N reshard-mpi ...",
+            )
 
 
 def launched_size(environment: Mapping[str, str]) -> int:

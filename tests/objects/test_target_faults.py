@@ -97,13 +97,23 @@ def test_a_store_that_keeps_no_conditions_is_refused(
     assert_whole(moto, c)
 
 
-@pytest.mark.parametrize("field", few(2, ["UploadId", "Key", "ETag", "Size", "LastModified"]))
-def test_answers_that_lack_a_field(moto: Bucket, proxy: FaultProxy, c: Conversion, field: str) -> None:
-    operation = Operation.CREATE_UPLOAD if field == "UploadId" else Operation.LIST
+@pytest.mark.parametrize(
+    "told", few(2, ["without UploadId", "without Key", "without ETag", "without Size", "cannot be understood", "again"])
+)
+def test_answers_that_nobody_can_use(moto: Bucket, proxy: FaultProxy, c: Conversion, told: str) -> None:
+    """Fields that are not there or have no value, and a listing whose end never comes."""
+    field = told.removeprefix("without ")
+    fault = Reword(f"<{field}>[^<]*</{field}>".encode(), b"")
+    if told == "cannot be understood":
+        fault = Reword(b"<LastModified>[^<]*</LastModified>", b"<LastModified>yesterday</LastModified>")
+    elif told == "again":
+        end = b"<IsTruncated>false</IsTruncated>"
+        fault = Reword(end, b"<IsTruncated>true</IsTruncated><NextContinuationToken>x</NextContinuationToken>")
     put(moto / "out/notes.txt", b"of somebody else")  # so that a listing has an object
-    proxy.spoil(Reword(f"<{field}>[^<]*</{field}>".encode(), b""), when=operation, count=None)
+    operation = Operation.CREATE_UPLOAD if field == "UploadId" else Operation.LIST
+    proxy.spoil(fault, when=operation, count=None)
     finished = sent(c, moto / "out")
-    assert finished.code == 4 and f"an answer without {field}" in finished.err, finished
+    assert finished.code == 4 and told in finished.err and "Traceback" not in finished.err, finished
     proxy.heal()
     assert sent(c, moto / "out", "--resume").code == 0
     assert names(moto / "out") == sorted([*WHOLE, "notes.txt"]) and not uploads(moto)

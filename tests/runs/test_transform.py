@@ -26,7 +26,8 @@ from support.conversions import (
     transform_by_function,
     write_conversion,
 )
-from support.launch import MPI, RankRun, by_one_mpi
+from support.examples import few
+from support.launch import MPI, RankRun, by_one_mpi, mpirun_command
 from support.oracle import RawLayout
 from support.processes import Finished, run_command
 from support.rank_calls import transform_alone_then_together
@@ -445,4 +446,14 @@ def test_jobs_do_not_go_with_mpirun(tmp_path: Path, mpi: MPI) -> None:
     c = four_targets(tmp_path)
     finished = transform_apart(c, "--jobs", "2", mpi=mpi)
     assert finished.code == 2 and finished.err.count("--jobs does not go with an MPI run") == 1, finished
+    assert not c.dst.exists()
+
+
+@pytest.mark.parametrize("options", few(2, ["--verify", "--part 0/2", "--jobs 2", "--rank 0", "--prefix x", "--quiet"]))
+@by_one_mpi
+def test_ranks_of_different_commands_are_refused(tmp_path: Path, mpi: MPI, options: str) -> None:
+    c = four_targets(tmp_path)
+    own, other = ([*COMMAND, *c.arguments("transform", *each)] for each in ((), options.split()))
+    finished = run_command([*mpirun_command(mpi, 1, own), ":", "-n", "1", *other], timeout_seconds=60)
+    assert finished.code == 2 and finished.err.count("were given different commands") == 1, finished
     assert not c.dst.exists()
