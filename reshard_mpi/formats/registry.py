@@ -32,6 +32,10 @@ _GROUP = "reshard_mpi.formats"
 _SUFFIX = re.compile(r"\.[^/]+")
 
 
+# How our `.metadata` begins: a pickle of protocol 2. That of torch and Megatron is of protocol 4 or later.
+_OWN_METADATA = b"\x80\x02"
+
+
 class FormatInfo(NamedTuple):
     """The facts of a format: its name, the marks of its files, its abilities and its costs.
 
@@ -55,6 +59,7 @@ class FormatInfo(NamedTuple):
     # these bytes near its beginning, since others use its name too
     marks: tuple[str, ...] = ()
     index_says: bytes = b""
+    own_index: bytes = b""  # how an index begins that this program has written; those of others begin otherwise
     # names of formats whose marks its folders have as well, and which would read less of them
     also_marked_as: tuple[str, ...] = ()
     before_index: tuple[str, ...] = ()  # names of files that belong to the index, and are written before it
@@ -207,6 +212,7 @@ _BUILT_IN = (
         library_bytes=2 * MIB,
         title="torch distributed checkpoint",
         marks=(".metadata",),
+        own_index=_OWN_METADATA,
         pointer_files=(_LATEST_ITERATION,),  # Megatron's
         is_folder=True,
         has_branches=True,
@@ -261,6 +267,7 @@ _BUILT_IN = (
         marks=("metadata.json",),
         index_says=b'"torch_dist"',
         before_index=("common.pt", ".metadata"),
+        own_index=_OWN_METADATA,
         parts=re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}"),
         also_marked_as=("dcp",),
         pointer_files=(_LATEST_ITERATION,),

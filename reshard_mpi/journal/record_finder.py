@@ -11,7 +11,15 @@ from typing import NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.errors import DamageError, DisagreementError, ReshardError
 from reshard_mpi.filesystem.paths import absolute_path, is_object_path, rank_of_folder, real_path
-from reshard_mpi.filesystem.source_files import FileCutShortError, exists, is_folder, is_taken, names, version_of
+from reshard_mpi.filesystem.source_files import (
+    FileCutShortError,
+    exists,
+    first_bytes,
+    is_folder,
+    is_taken,
+    names,
+    version_of,
+)
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.structure import digest_besides, opened
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
@@ -207,6 +215,11 @@ def _is_committed(folder: Path, first: RecordHead, heads: Collection[RecordHead]
     if committed is not None and committed.digest != first.digest:
         got = f"{COMMIT_RECORD} of another run in {folder}"
         raise _of_several_runs(f"that of the run which has made {first.file}", got, where)
+    if committed is not None and not formats.info(committed.run.format).holds_model_alone:  # then it names files alone
+        others = [name for name in changed_index_files(folder, committed) if exists(folder / name)]
+        if others:
+            expected = f"{others[0]} as it was committed with {first.file}"
+            raise _of_several_runs(expected, f"another {folder / others[0]}", where)
     if committed is None:
         begun = RunIdentity.recorded(folder / STATE)
         if begun is not None and begun.digest != first.digest:
@@ -312,8 +325,8 @@ def damage_of_index(folder: Path) -> Iterator[DamageError]:
 def holds_another(folder: Path) -> bool:
     """Tell whether another checkpoint has been saved in a folder where a run had committed one.
 
-    Then it has another index, all files that this names are there, and none is a target as it was committed: those may
-    lie there still, where the other has fewer files.
+    Then it has another index, which a training has written, all files that this names are there, and none is a target
+    as it was committed: those may lie there still, where the other has fewer files.
     """
     committed = CommitRecord.read(folder)
     if committed is None:
@@ -322,7 +335,11 @@ def holds_another(folder: Path) -> bool:
     packs = formats.info(name).packs
     place = folder / next((file.partition("/")[0] for file in files), "") if packs else folder
     folder_format = formats.folder_by_name(name) if name in formats.names_of_folder(str(place)) else None
-    if folder_format is None or not changed_index_files(folder, committed):
+    changed = changed_index_files(folder, committed)
+    if folder_format is None or not changed:
+        return False
+    own = formats.info(name).own_index
+    if own and any(first_bytes(folder / each, len(own), otherwise=b"") == own for each in changed):  # of another run
         return False
     try:
         named = folder_format.files_of(str(place))

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.checkpoints import copied_in_order, write_ranks
+from support import torch_peer
+from support.checkpoints import copied_in_order, sample, write_ranks
 from support.command_line import run_here
 from support.examples import few, one_at_a_time
 
@@ -54,6 +55,11 @@ def copied_over(tmp_path: Path, form: str, ranks: list[int], how: str = "cp", *,
         shutil.copyfile(other, own)
         os.utime(own, ns=(modified_ns, modified_ns))
     return ours
+
+
+def as_torch_writes(index: Path) -> None:
+    """Have an index of ours begin as one that a training has saved: with a later protocol of pickles."""
+    index.write_bytes(b"\x80\x04" + index.read_bytes()[2:])
 
 
 def strategy_of(form: str, folder: Path) -> Path | None:
@@ -137,6 +143,8 @@ def test_a_checkpoint_in_the_place_of_a_run_is_no_damage_of_it(
     for path in others.iterdir():
         if path.is_file() and path.name != "reshard.json":
             shutil.copyfile(path, out / path.name)
+    if form == "dcp":
+        as_torch_writes(out / ".metadata")
     reshard_mpi.transform(out, tmp_path / "again", to="safetensors", verify=True)
     assert reshard_mpi.load_rank(0, tmp_path / "again")["w2"][7, 7] == 7
     with pytest.raises(SourceError, match="no shard keeps sums"):
@@ -157,6 +165,7 @@ def test_a_checkpoint_of_fewer_files_in_the_place_of_a_run_is_no_damage_of_it(tm
     for path in (others / ".metadata", *shards(others)):
         (out / path.name).unlink()
         shutil.copyfile(path, out / path.name)
+    as_torch_writes(out / ".metadata")
     assert len(shards(out)) > len(shards(others)) == 1
     reshard_mpi.transform(out, tmp_path / "again", to="safetensors", verify=True)
     assert reshard_mpi.load_rank(0, tmp_path / "again")["w2"][7, 7] == 7
@@ -210,6 +219,38 @@ def test_a_copy_without_times_over_a_later_run_that_stops_half_way(tmp_path: Pat
     assert said(report.warnings, str(shards(new)[1]), "1, 2")
     assert "was modified after" in run_here("inspect", str(new)).out
     assert is_refused_by_commit_and_resume(new, tmp_path / "ours_src", form)
+
+
+@pytest.mark.parametrize("has_times", few(1, [False, True]))
+@pytest.mark.parametrize("option", few(1, ["", "--verify", "--strict"]))
+@pytest.mark.parametrize("order", ["by name", "index first", "records and index first", "index last"])
+def test_settings_of_one_save_are_not_read_with_tensors_of_another(
+    tmp_path: Path, order: str, option: str, has_times: bool
+) -> None:
+    """A copy over an older one of the same run may stop at any file; DCP has settings in its index alone."""
+
+    def saved(name: str, number: int) -> Path:
+        values = np.full((6, 4), number, np.float32)
+        tensors = {key: torch_peer.tensor(sample(key, values), key) for key in "ab"}
+        torch_peer.save(tmp_path / "x.pt", {"model": tensors, "epoch": number})
+        cut = {"dst_strategy": spec(tmp_path), "verify": bool(option)}
+        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / name, to="dcp", **cut)
+        return tmp_path / name
+
+    older, newer = saved("older", 1), saved("newer", 2)
+    first = {"by name": "", "index first": ".metadata", "records and index first": ".", "index last": "_"}[order]
+    copied = (path for path in newer.rglob("*") if path.is_file() and path.suffix != ".lock")
+    for path in sorted(copied, key=lambda path: (not path.relative_to(newer).parts[0].startswith(first), path)):
+        mixed, again = tmp_path / "mixed", tmp_path / "again"
+        shutil.copytree(older, mixed, copy_function=shutil.copy2 if has_times else shutil.copyfile)
+        finished = run_here("transform", mixed, again, "--to", "torch", "--jobs", "1", *option.split())
+        if finished.code == 0 and not (said([finished.err], "modified after") and not option):
+            values = {float(value) for array in reshard_mpi.load_rank(0, again).values() for value in array.flat}
+            assert values == {torch_peer.load(again / "rank_0" / "checkpoint_0.pt")["epoch"]}, path
+        assert finished.code in (0, 3, 4), finished
+        shutil.rmtree(again, ignore_errors=True)
+        shutil.rmtree(mixed)
+        shutil.copyfile(path, older / path.relative_to(newer))
 
 
 @pytest.mark.parametrize(("form", "seconds"), few(1, one_at_a_time(FORMS, [-3600, 3600])))
