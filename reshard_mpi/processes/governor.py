@@ -56,7 +56,10 @@ class Allowance(NamedTuple):
 # Leases change hands within milliseconds where targets are small: nobody wants to read of that.
 _FIRST_NOTICE_SECONDS = 1.0
 _NOTICE_SECONDS = 30.0
-_NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ENOLCK, errno.EINVAL, errno.EOPNOTSUPP)
+_NO_PLACE = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENAMETOOLONG),
+    *(errno.ENOLCK, errno.EINVAL, errno.EOPNOTSUPP),
+)
 # Processes named of all that are waited for.
 _MAX_NAMED = 3
 

@@ -141,14 +141,21 @@ class Monitor(Display):
         return nullcontext() if self._lock is None else self._lock
 
     def _start(self) -> None:
-        """Start the thread that shows the progress. Not before: a process that is to be forked must not have any."""
+        """Start the thread that shows the progress. Not before: a process that is to be forked must not have any.
+
+        Where the host has no room for another thread, the run goes on and shows none.
+        """
         if self._thread is not None:
             return
         import threading
 
-        self._lock, self._ended = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self._show, args=(self._ended, self._lock), daemon=True)
-        self._thread.start()
+        lock, ended = threading.Lock(), threading.Event()
+        thread = threading.Thread(target=self._show, args=(ended, lock), daemon=True)
+        self._lock, self._ended, self._thread = lock, ended, thread
+        try:
+            thread.start()
+        except RuntimeError:
+            self._lock = None
 
     def _show(self, ended: threading.Event, lock: threading.Lock) -> None:
         # The main thread handles signals, and must be woken by them.

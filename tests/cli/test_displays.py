@@ -363,3 +363,16 @@ def test_a_signal_while_the_thread_that_shows_is_started(monkeypatch: pytest.Mon
     with pytest.raises(KeyboardInterrupt):
         shown.begin(ProgressStage("writing"))
     shown.abandon(ends_line=False)
+
+
+def test_a_host_without_room_for_a_thread_shows_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    shown, ended = monitor.Monitor(Display(), list), list[object]()
+    monkeypatch.setattr(Display, "close", lambda _, status: ended.append(status))
+    shown.begin(ProgressStage("writing"))
+    shown.say("a notice")
+    shown.end()
+    assert len(ended) == 1

@@ -465,8 +465,8 @@ def test_the_tightest_scope_decides_what_can_never_fit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("module", "name", "number"),
-    [(os, "pwrite", errno.ENOSPC), (fcntl, "fcntl", errno.EINVAL)],
-    ids=["full", "no locks"],
+    [(os, "pwrite", errno.ENOSPC), (os, "pwrite", errno.EFBIG), (fcntl, "fcntl", errno.EINVAL)],
+    ids=["full", "files are limited", "no locks"],
 )
 def test_a_place_where_nothing_can_be_kept_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, number: int
