@@ -124,8 +124,8 @@ def sum_of_zeros(size_bytes: int) -> int:
 
 
 def _shifted(state: int, count_bytes: int) -> int:
-    """Return the remainder `state` after `count_bytes` more zero bytes."""
-    return crc32_combine(state, 0, count_bytes)
+    """Return the remainder `state` after `count_bytes` more zero bytes, which may be more than any file has."""
+    return crc32_combine(state, 0, count_bytes % _ONES)  # the period of CRC-32
 
 
 def _remainder(data: memoryview) -> int:

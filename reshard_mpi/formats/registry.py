@@ -32,7 +32,7 @@ _GROUP = "reshard_mpi.formats"
 _SUFFIX = re.compile(r"\.[^/]+")
 
 
-# How our `.metadata` begins: a pickle of protocol 2. That of torch and Megatron is of protocol 4 or later.
+# How our `.metadata` begins: a pickle of protocol 2. Torch and Megatron write protocol 4 or later.
 _OWN_METADATA = b"\x80\x02"
 
 
@@ -59,7 +59,7 @@ class FormatInfo(NamedTuple):
     # these bytes near its beginning, since others use its name too
     marks: tuple[str, ...] = ()
     index_says: bytes = b""
-    own_index: bytes = b""  # how an index begins that this program has written; those of others begin otherwise
+    own_index: bytes = b""  # how an index begins that this program has written; an index of others begins otherwise
     # names of formats whose marks its folders have as well, and which would read less of them
     also_marked_as: tuple[str, ...] = ()
     before_index: tuple[str, ...] = ()  # names of files that belong to the index, and are written before it

@@ -134,7 +134,7 @@ class MPIComm:
             time.sleep(min(max(_SHORTEST_NAP_SECONDS, waited_seconds * _NAP_SHARE), _LONGEST_NAP_SECONDS))
 
 
-# Options of which each host may have its own.
+# Each host may have its own of these options.
 _OF_HOSTS = ("memory", "max_active")
 
 

@@ -288,7 +288,7 @@ def verify_by_sums(
     progress.begin(ProgressStage("planning"))
     files, governor = agreed(begin, comm)
     require_same_choice(comm, files)
-    files = files_by_record(files) if files.is_folder else files
+    files = agreed(lambda: files_by_record(files), comm) if files.is_folder else files
     ranks = tuple(files.by_rank) if request.rank is None else sorted(set(request.rank))
     for rank in ranks:
         if rank not in files.by_rank:
@@ -308,10 +308,15 @@ def verify_by_sums(
     weights = dict.fromkeys(ranks, 1)
     outcome = _with_notes(_each(files, weights, comm, progress, check), governor, files)
     all_checked = request.rank is None
-    damage = check_together(files, outcome.checked, sound=not outcome.failures) if all_checked else ()
-    outcome = outcome._replace(failures=(*outcome.failures, *(Failure.here(None, comm, error) for error in damage)))
-    by_others = [checked.rank for checked in outcome.checked if BY_RECORD not in checked.by]
-    return files, outcome._replace(modified=modified_shards({rank: files.by_rank[rank] for rank in by_others}))
+
+    def joined() -> Outcome:
+        damage = check_together(files, outcome.checked, sound=not outcome.failures) if all_checked else ()
+        failures = (*outcome.failures, *(Failure.here(None, comm, error) for error in damage))
+        by_others = [checked.rank for checked in outcome.checked if BY_RECORD not in checked.by]
+        modified = modified_shards({rank: files.by_rank[rank] for rank in by_others})
+        return outcome._replace(failures=failures, modified=modified)
+
+    return files, agreed(joined, comm)
 
 
 def _each(

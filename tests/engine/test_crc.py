@@ -81,7 +81,7 @@ def test_the_sum_of_a_contiguous_part_and_the_crc_of_its_bytes(cut: tuple[np.nda
             assert sum_of_contiguous(crc, contiguous) == sum_of_part(whole, part)
 
 
-@pytest.mark.parametrize("behind", [0, 1, (1 << 32) - 1, 1 << 32, (1 << 40) + 7, (1 << 61) + 3])
+@pytest.mark.parametrize("behind", [0, 1, (1 << 32) - 1, 1 << 32, (1 << 40) + 7, (1 << 61) + 3, (1 << 70) + 1])
 def test_the_crc_of_a_part_with_much_behind_it(behind: int) -> None:
     contiguous = ContiguousPart(5, behind, 5 + behind)
     assert crc_of_contiguous(sum_of_contiguous(zlib.crc32(b"bytes"), contiguous), contiguous) == zlib.crc32(b"bytes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -218,6 +219,22 @@ def test_loose_shards_that_state_their_ranks_are_verified_as_a_whole(tmp_path: P
     assert "a shard is missing" in said and "got: all but that of rank 2" in said
     assert (f"whose shard {one} is cannot be told" in said) == (loss != "gone")
     assert "verified 1 shard" in run_here("verify", loose / c.written(1).name).out
+
+
+@pytest.mark.parametrize("step", ["check_together", "modified_shards"])
+def test_records_that_nobody_may_read_are_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """Of another user, for instance: root may read all."""
+    c = four_targets(tmp_path, "hdf5")
+    c.done("transform", "--verify")
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(c.dst / ".reshard_mpi"))
+
+    monkeypatch.setattr(verifying, step, denied)
+    for jobs in "12":
+        finished = run_here("verify", c.dst, "--jobs", jobs)
+        assert finished.code == 3 and "Permission denied" in finished.err, finished
+        assert "Traceback" not in finished.err and "damage" not in finished.err, finished
 
 
 @pytest.mark.parametrize("form", few(1, ["hdf5", "ckpt", "torch"]))
