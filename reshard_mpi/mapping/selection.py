@@ -132,7 +132,7 @@ def require_any(choice: Selection, names: Collection[str]) -> list[str]:
             if not any(pattern.matches(choice.named(name)) for name in names):
                 raise MapError(
                     f"{option} {glob} matches no tensor",
-                    got=first_few(list(names), MAX_NAMED),
+                    got=first_few([*map(choice.named, names)], MAX_NAMED),
                     remedy="give a pattern of the names that the target has",
                 )
     chosen = [name for name in names if is_chosen(choice, name)]
