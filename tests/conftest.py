@@ -175,7 +175,10 @@ _PEERS = ("mindspore", "torch", "deepspeed", "megatron")
 # What takes a cluster, an MPI, a real object store, or MindSpore itself.
 _SLOW_FIXTURES = {"mpi", "mpirun", "slurm", "seaweedfs", "mindspore"}
 # Modules of single tests that take longest.
-_LONG_MODULES = {"test_benchmarks", "test_control_groups", "test_memory", "test_pages", "test_stories", "test_wheel"}
+_LONG_MODULES = {
+    *("test_all_stories", "test_benchmarks", "test_control_groups", "test_memory", "test_pages", "test_stories"),
+    "test_wheel",
+}
 # Rooms whose tests that start processes have their files on the disk.
 _ON_DISK = {"engine", "filesystem", "processes", "runs", "tests"}
 # Rooms where local processes start as users' do: for their own sake, and beside threads of frameworks and servers.

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +141,8 @@ class TestCommands:
         with_figures = {key for key, row in rows.items() if row["skipped"] is None}
         assert with_figures == {"forms.memory", *(key for key in rows if key.startswith("forms.cp."))}
 
-    @pytest.mark.skipif(not (find_spec("torch") and find_spec("mindspore")), reason="the peers are not installed")
+    @pytest.mark.torch
+    @pytest.mark.mindspore
     def test_forms_beside_the_peers(self, tmp_path: Path) -> None:
         rows = run_benchmark(tmp_path, "forms", "--megabytes", "1", "--large-megabytes", "1", "--pairs", "1")
         assert {key: row["skipped"] for key, row in rows.items() if row["skipped"]} == {}
@@ -155,7 +155,7 @@ class TestCommands:
         assert {row.skipped for key, row in rows.items() if key != "deepspeed.memory"} == {lacking}
         assert rows["deepspeed.memory"].skipped is not None
 
-    @pytest.mark.skipif(not find_spec("deepspeed"), reason="DeepSpeed is not installed")
+    @pytest.mark.deepspeed
     def test_deepspeed_beside_its_scripts(self, tmp_path: Path) -> None:
         rows = run_benchmark(tmp_path, "deepspeed", "--megabytes", "1", "--pairs", "1")
         assert {key: row["skipped"] for key, row in rows.items() if row["skipped"]} == {}
@@ -166,7 +166,7 @@ class TestCommands:
         assert set(rows) == keys("megatron.")
         assert all(row.skipped is not None for row in rows.values())
 
-    @pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")
+    @pytest.mark.torch
     def test_megatron_beside_torch(self, tmp_path: Path) -> None:
         rows = run_benchmark(tmp_path, "megatron", "--megabytes", "10", "--items", "1000", "--pairs", "1")
         assert {key: row["skipped"] for key, row in rows.items() if row["skipped"]} == {}
@@ -177,7 +177,7 @@ class TestCommands:
         assert set(rows) == keys("quantized.")
         assert all(row.skipped is not None for row in rows.values())
 
-    @pytest.mark.skipif(not find_spec("torch"), reason="torch is not installed")
+    @pytest.mark.torch
     def test_quantized_beside_torch(self, tmp_path: Path) -> None:
         rows = run_benchmark(tmp_path, "quantized", "--megabytes", "1", "--pairs", "1")
         assert {key: row["skipped"] for key, row in rows.items() if row["skipped"]} == {}

@@ -66,18 +66,6 @@ def test_eight_to_four_without_mindspore(tmp_path: Path) -> None:
     assert logs == {f"log_output/1/rank.{rank}/stdout" for rank in range(4)}
 
 
-@pytest.mark.slow
-@pytest.mark.mindspore
-def test_accumulation(tmp_path: Path) -> None:
-    finished = run_story("3_accumulation", tmp_path / "work")
-    *_, apart, closing = finished.out.splitlines()
-    assert apart.startswith("with one rank's sums for all: losses ")
-    expected = "proved: stopped 2 batches into an update: the 18 later losses are those of the unbroken run, to the bit"
-    assert closing.startswith(expected) and closing.endswith("whose mean or sum 4 ranks and 2 go on with")
-    assert "note: accumulated gradients grad_sum.*: the mean of 4 replicas" in finished.err
-    assert "note: accumulated gradients accu_grads.*: the sum of 4 replicas" in finished.err
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 11, 16])
 def test_custom_loop_converts_for_any_number_of_ranks(tmp_path: Path, ranks: int) -> None:
     """The story's conversion without its framework: LeNet's tensors, its momentum and counters."""
@@ -124,11 +112,6 @@ def test_the_check_of_slices_can_fail(tmp_path: Path, monkeypatch: pytest.Monkey
     save(tmp_path / "rank_3" / "checkpoint_3.ckpt", shards[3])
     with pytest.raises(SystemExit):
         check(tmp_path, "four_cards", [])
-
-
-def run_story(name: str, work: Path, *arguments: str) -> Finished:
-    """Run a story; it must succeed."""
-    return run_script(TUTORIAL / name / "run.sh", work, *arguments)
 
 
 def run_script(script: Path, work: Path, *arguments: str, mpi: MPI | None = None) -> Finished:
