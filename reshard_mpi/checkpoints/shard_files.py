@@ -195,9 +195,12 @@ class SingleShard(NamedTuple):
 
 
 def in_its_rank(files: ShardFiles) -> ShardFiles:
-    """Return `files`; a file or rank folder given alone gets the rank of its folder instead of 0."""
+    """Return `files`; a file or rank folder given alone gets the rank of its folder instead of 0.
+
+    A folder that is one checkpoint has a rank 0 alone, whatever it is called.
+    """
     candidates = SingleShard.candidates(files)
-    if not candidates or files.picked:
+    if not candidates or files.picked or files.is_folder:
         return files
     (paths,) = files.by_rank.values()
     if Path(files.path) not in (Path(paths[0]), Path(paths[0]).parent):

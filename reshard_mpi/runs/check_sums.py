@@ -20,7 +20,7 @@ from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, Sha
 from reshard_mpi.filesystem.paths import absolute_path, rank_of_folder, real_path
 from reshard_mpi.filesystem.source_files import exists, is_folder, is_taken, version_of
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
-from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE
+from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, recorded_ranks
 from reshard_mpi.journal.record_finder import (
     RecordFinder,
     damage_besides,
@@ -33,7 +33,7 @@ from reshard_mpi.journal.record_finder import (
     require_one_run,
 )
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, strategy_of_run
-from reshard_mpi.journal.target_records import TensorSum, sums_of_wholes
+from reshard_mpi.journal.target_records import RecordHead, TensorSum, sums_of_wholes
 from reshard_mpi.planning.chunk_reads import held_tensor
 from reshard_mpi.planning.rank_choice import is_partial_sum
 from reshard_mpi.planning.rank_plan import Limits, RankPlan
@@ -255,7 +255,9 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
     if are_others and is_whole:
         if run is not None:
             yield from _not_of_begun_run(files, run.digest)
-        world_size = max((shard.world_size for shard in shards), default=0)
+        heads = [RecordHead.read(folder / STATE, rank) for rank in recorded_ranks(folder / STATE)]
+        of_run = (head.rank + 1 for head in heads if head and run is not None and head.digest == run.digest)
+        world_size = max((*(shard.world_size for shard in shards), *of_run), default=0)
         yield from _missing(files.by_rank, world_size, "the others say", files.path)
     if record is None or not are_committed:
         return

@@ -250,3 +250,10 @@ def test_a_folder_with_an_index_has_files_and_no_ranks(c: Conversion, to: str) -
     first = 1 + next(number for number, line in enumerate(lines) if "global_step 7" in line)
     assert lines[first : first + len(files)] == [f"  {path}" for path in files]
     assert lines[first + len(files)].startswith("  total: ")
+
+
+@pytest.mark.parametrize("to", ["dcp", "hf"])
+def test_a_folder_with_an_index_that_is_called_as_of_a_rank(c: Conversion, to: str) -> None:
+    target = c.but(dst=c.folder / "rank_3", dst_strategy=None, options=("--to", to))
+    target.done("transform")
+    assert text(target.dst)[0].startswith(f"checkpoint: 1 file, {to}, ")

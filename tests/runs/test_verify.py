@@ -221,6 +221,16 @@ def test_loose_shards_that_state_their_ranks_are_verified_as_a_whole(tmp_path: P
     assert "verified 1 shard" in run_here("verify", loose / c.written(1).name).out
 
 
+def test_a_target_that_a_record_alone_knows_of_is_missing(tmp_path: Path) -> None:
+    c = four_targets(tmp_path, "ckpt")
+    c.done("transform", "--verify")
+    for path in (c.written(3), c.dst / "reshard.json", *(c.dst / ".reshard_mpi").glob("[!rc]*.json")):
+        path.unlink()
+    (c.dst / ".reshard_mpi" / "run.json").unlink()
+    said = refused("verify", c.dst, code=4)
+    assert "a shard is missing" in said and "all but that of rank 3" in said
+
+
 @pytest.mark.parametrize("step", ["check_together", "modified_shards"])
 def test_records_that_nobody_may_read_are_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     """Of another user, for instance: root may read all."""
