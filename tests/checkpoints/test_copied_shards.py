@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import torch_peer
-from support.checkpoints import copied_in_order, sample, write_ranks
+from support.checkpoints import as_torch_writes, copied_in_order, sample, write_ranks
 from support.command_line import run_here
 from support.examples import few, one_at_a_time
 
@@ -55,11 +55,6 @@ def copied_over(tmp_path: Path, form: str, ranks: list[int], how: str = "cp", *,
         shutil.copyfile(other, own)
         os.utime(own, ns=(modified_ns, modified_ns))
     return ours
-
-
-def as_torch_writes(index: Path) -> None:
-    """Have an index of ours begin as one that a training has saved: with a later protocol of pickles."""
-    index.write_bytes(b"\x80\x04" + index.read_bytes()[2:])
 
 
 def strategy_of(form: str, folder: Path) -> Path | None:

@@ -254,6 +254,7 @@ def test_a_training_may_save_again_in_the_folder_of_the_one_that_was_committed(
     (saved,) = out.glob("iter_*")
     shutil.rmtree(saved)
     shutil.copytree(tmp_path / "later" / saved.name, saved, copy_function=shutil.copyfile)
+    as_torch_writes(saved / ".metadata")
     report = reshard_mpi.transform(out, tmp_path / "again", to="torch", verify=True)
     assert not [warning for warning in report.warnings if "modified" in warning]
     with pytest.raises(ReshardError, match="no shard keeps sums"):

@@ -108,6 +108,11 @@ def _raw(layout: RawLayout, shape: tuple[int, ...] | None) -> mindspore_json.Raw
     )
 
 
+def as_torch_writes(index: Path) -> None:
+    """Have an index of ours begin as one that a training has saved: with a later protocol of pickles."""
+    index.write_bytes(b"\x80\x04" + index.read_bytes()[2:])
+
+
 def copied_in_order(source: Path, target: Path, first: str) -> None:
     """Copy a folder as `cp -r` does: all files get times of their own, `.reshard_mpi` first or last."""
     paths = sorted(path for path in source.rglob("*") if path.is_file())
