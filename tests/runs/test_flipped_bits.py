@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import torch_peer
-from support.checkpoints import sample
+from support.checkpoints import as_torch_writes, sample
 from support.examples import few
 
 import reshard_mpi
