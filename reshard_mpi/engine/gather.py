@@ -386,7 +386,7 @@ def _read_whole(
 
 
 class _InStoredOrder(NamedTuple):
-    """A item whose source has its axes in the order in which elements lie: those farthest apart come first."""
+    """An item whose source has its axes in the order in which elements lie: those farthest apart come first."""
 
     item: ReadItem  # the item as it was
     axes: tuple[int, ...]  # of its source, in that order
