@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -319,6 +320,8 @@ def _end_as_rank(task: dict[str, Any], rank: int, world: int, folder: str) -> No
         Path(folder, f"{rank}.error").write_text(traceback.format_exc())
     finally:
         sys.stderr.flush()
+        for helper in multiprocessing.active_children():  # of Megatron-Core, which Python would end
+            helper.kill()
         os._exit(0)
 
 
