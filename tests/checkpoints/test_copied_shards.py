@@ -216,8 +216,7 @@ def test_a_copy_without_times_over_a_later_run_that_stops_half_way(tmp_path: Pat
     assert is_refused_by_commit_and_resume(new, tmp_path / "ours_src", form)
 
 
-@pytest.mark.parametrize("has_times", few(1, [False, True]))
-@pytest.mark.parametrize("option", few(1, ["", "--verify", "--strict"]))
+@pytest.mark.parametrize(("option", "has_times"), few(1, [("", False), ("--verify", True), ("--strict", False)]))
 @pytest.mark.parametrize("order", ["by name", "index first", "records and index first", "index last"])
 def test_settings_of_one_save_are_not_read_with_tensors_of_another(
     tmp_path: Path, order: str, option: str, has_times: bool

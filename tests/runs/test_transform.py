@@ -449,7 +449,7 @@ def test_jobs_do_not_go_with_mpirun(tmp_path: Path, mpi: MPI) -> None:
     assert not c.dst.exists()
 
 
-@pytest.mark.parametrize("options", few(2, ["--verify", "--part 0/2", "--jobs 2", "--rank 0", "--prefix x", "--quiet"]))
+@pytest.mark.parametrize("options", few(2, ["--verify", "--part 0/2", "--jobs 2", "--quiet"]))
 @by_one_mpi
 def test_ranks_of_different_commands_are_refused(tmp_path: Path, mpi: MPI, options: str) -> None:
     c = four_targets(tmp_path)
