@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import shutil
@@ -23,7 +22,7 @@ transformers = pytest.importorskip("transformers", minversion="5")
 safetensors = pytest.importorskip("safetensors.torch")
 
 pytestmark = pytest.mark.torch
-needs_megatron = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
+OF_TWO_RANKS = ["llama", "qwen2"]
 SCRIPT = Path(__file__).parents[1] / "support" / "megatron_model.py"
 
 VOCABULARY, PADDED, LAYERS, HIDDEN, FEED, HEADS, GROUPS, EXPERTS = 60, 64, 2, 32, 48, 4, 2, 4
@@ -51,6 +50,11 @@ THEIRS = {
 ROUTED = {"num_moe_experts": EXPERTS, "moe_router_topk": 2, "moe_router_load_balancing_type": "none"}
 OF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LATENT = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
+
+
+def by_megatron(test: Callable[..., None]) -> Callable[..., None]:
+    """Have a test run where Megatron-Core is, and in one process with the others: all share the models it makes."""
+    return pytest.mark.megatron(pytest.mark.xdist_group("models of Megatron-Core")(test))
 
 
 class Family(NamedTuple):
@@ -156,16 +160,20 @@ def families() -> dict[str, Family]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return what has a model of Megatron-Core made by each of its ranks, and returns the folder, once a case."""
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Return a function that has so many ranks make all models of Megatron-Core, once; it returns their folders'."""
 
     @cache
-    def made_by_ranks(name: str, ranks: int = 1) -> Path:
-        own, folder = families()[name], tmp_path_factory.mktemp(name)
-        sizes = {"vocabulary": VOCABULARY, "padded": PADDED, "tied": own.is_tied, "tokens": TOKENS}
-        case = {**sizes, "config": own.theirs, "layers": own.layers, "by_layer": own.is_uneven}
-        (folder / "case.json").write_text(json.dumps(case))
-        command = [sys.executable, SCRIPT, folder / "case.json", folder]
+    def made_by_ranks(ranks: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"of_{ranks}")
+        sizes = {"vocabulary": VOCABULARY, "padded": PADDED, "tokens": TOKENS}
+        cases = {
+            name: {**sizes, "tied": own.is_tied, "config": own.theirs, "layers": own.layers, "by_layer": own.is_uneven}
+            for name, own in families().items()
+            if ranks == 1 or name in OF_TWO_RANKS
+        }
+        (folder / "cases.json").write_text(json.dumps(cases))
+        command = [sys.executable, SCRIPT, folder / "cases.json", folder]
         environment = {"OMP_NUM_THREADS": "1"}
         with ThreadPoolExecutor(ranks) as pool:
             calls = [
@@ -211,11 +219,10 @@ def assert_close(logits: Any, theirs: Path, ranks: int) -> None:
     assert expected.abs().max() > 0.1 and torch.allclose(logits, expected, rtol=0, atol=3e-6)
 
 
-@pytest.mark.megatron
-@needs_megatron
+@by_megatron
 @pytest.mark.parametrize("name", families())
-def test_logits_are_the_same(tmp_path: Path, made: Callable[[str], Path], name: str) -> None:
-    own, theirs = families()[name], made(name)
+def test_logits_are_the_same(tmp_path: Path, made: Callable[[int], Path], name: str) -> None:
+    own, theirs = families()[name], made(1) / name
     dist = own.map if own.is_uneven else f"{own.map}-dist"
     whole = transformed(theirs / "dist", tmp_path / "whole", own, dist, to="hf", source_format="megatron")
     ranks = transformed(theirs / "rank_0" / "model.pt", tmp_path / "rank", own, own.map, to="hf")
@@ -230,12 +237,11 @@ def test_logits_are_the_same(tmp_path: Path, made: Callable[[str], Path], name: 
     assert_same(weights(again / "rank_0"), weights(tmp_path / "keys" / "rank_0"))
 
 
-@pytest.mark.megatron
-@needs_megatron
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_logits_of_two_ranks_are_the_same(tmp_path: Path, made: Callable[..., Path], name: str) -> None:
+@by_megatron
+@pytest.mark.parametrize("name", OF_TWO_RANKS)
+def test_logits_of_two_ranks_are_the_same(tmp_path: Path, made: Callable[[int], Path], name: str) -> None:
     """Halves of each rank's gated matrix, and groups of queries, keys and values, lie as the map for ranks has them."""
-    own, theirs = families()[name], made(name, 2)
+    own, theirs = families()[name], made(2) / name
     rules = [(["*norm*"], ""), (["*linear_proj.weight", "*linear_fc2*"], 'split = { 1 = ["tensor"] }')]
     text = "mesh = { tensor = 2 }\n"
     for patterns, split in (*rules, (["*"], 'split = { 0 = ["tensor"] }')):

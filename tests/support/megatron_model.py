@@ -1,11 +1,11 @@
-"""Be a rank of a tiny model of Megatron-Core on a CPU: make it, save it as torch_dist and by ranks, give its logits.
+"""Be a rank of tiny models of Megatron-Core on a CPU: make each, save it as torch_dist and by ranks, give its logits.
 
-    python megatron_model.py CASE.json FOLDER RANK RANKS
+    python megatron_model.py CASES.json FOLDER RANK RANKS
 
-Layers are Megatron-Core's own (no Transformer Engine), and no CUDA is needed. CASE.json has `vocabulary` (and `padded`,
-to which it is), `tied`, `tokens`, `config` for `TransformerConfig`, and `layers` for its layer specification, or
-`by_layer` where layers are not alike. FOLDER gets `rank_N/model.pt` and `rank_N/logits.pt`, of its part of the
-vocabulary; of a single rank `dist` (torch_dist) as well.
+Layers are Megatron-Core's own (no Transformer Engine), and no CUDA is needed. CASES.json has, by name, `vocabulary`
+(and `padded`, to which it is), `tied`, `tokens`, `config` for `TransformerConfig`, and `layers` for its layer
+specification, or `by_layer` where layers are not alike. FOLDER/NAME gets `rank_N/model.pt` and `rank_N/logits.pt`, of
+its part of the vocabulary; of a single rank `dist` (torch_dist) as well.
 """
 
 from __future__ import annotations
@@ -108,12 +108,18 @@ def sharded(model: Any) -> Any:
 
 
 def main() -> None:
-    case, folder, arguments = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), sys.argv[1:]
+    cases, folder, arguments = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), sys.argv[1:]
     sys.argv = sys.argv[:1]  # Megatron-Core reads them too
     rank, ranks = map(int, arguments[2:])
     torch.distributed.init_process_group("gloo", f"file://{folder.absolute()}/meeting", rank=rank, world_size=ranks)
     parallel_state.initialize_model_parallel(ranks, 1)
     random_states.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+    for name, case in cases.items():
+        save(case, folder / name, rank, ranks)
+
+
+def save(case: dict[str, Any], folder: Path, rank: int, ranks: int) -> None:
+    """Make the model of a case; write this rank's part of it, and its logits."""
     model = made(case, ranks)
     own = folder / f"rank_{rank}"
     own.mkdir(parents=True)
