@@ -59,7 +59,8 @@ class FormatInfo(NamedTuple):
     # these bytes near its beginning, since others use its name too
     marks: tuple[str, ...] = ()
     index_says: bytes = b""
-    own_index: bytes = b""  # how an index begins that this program has written; an index of others begins otherwise
+    # how an index with settings begins that this program has written; an index of others begins otherwise
+    own_index: bytes = b""
     # names of formats whose marks its folders have as well, and which would read less of them
     also_marked_as: tuple[str, ...] = ()
     before_index: tuple[str, ...] = ()  # names of files that belong to the index, and are written before it

@@ -215,11 +215,6 @@ def _is_committed(folder: Path, first: RecordHead, heads: Collection[RecordHead]
     if committed is not None and committed.digest != first.digest:
         got = f"{COMMIT_RECORD} of another run in {folder}"
         raise _of_several_runs(f"that of the run which has made {first.file}", got, where)
-    if committed is not None and not formats.info(committed.run.format).holds_model_alone:  # then it names files alone
-        others = [name for name in changed_index_files(folder, committed) if exists(folder / name)]
-        if others:
-            expected = f"{others[0]} as it was committed with {first.file}"
-            raise _of_several_runs(expected, f"another {folder / others[0]}", where)
     if committed is None:
         begun = RunIdentity.recorded(folder / STATE)
         if begun is not None and begun.digest != first.digest:
@@ -228,7 +223,17 @@ def _is_committed(folder: Path, first: RecordHead, heads: Collection[RecordHead]
             )
         return False
     times_ns = committed_times(folder, committed.digest)
-    return None if times_ns is None else all(head.modified_ns == times_ns.get(head.rank) for head in heads)
+    are_committed = times_ns is None or all(head.modified_ns == times_ns.get(head.rank) for head in heads)
+    if formats.info(committed.run.format).own_index:  # it has settings, and not names of files alone
+        changed = changed_index_files(folder, committed)
+        others = [name for name in changed if exists(folder / name)]
+        if others:
+            expected = f"{others[0]} as it was committed with {first.file}"
+            raise _of_several_runs(expected, f"another {folder / others[0]}", where)
+        if committed.index_digests and not are_committed:
+            expected = f"files as they were committed with {next(iter(committed.index_digests))}"
+            raise _of_several_runs(expected, f"{first.file} or others of a later run", where)
+    return None if times_ns is None else are_committed
 
 
 def _require_one_state(finder: RecordFinder, files: Mapping[int, Sequence[str]], *, is_committed: bool) -> None:
