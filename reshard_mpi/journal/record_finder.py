@@ -136,8 +136,8 @@ def require_one_run(files: Mapping[int, Sequence[str]], where: str) -> RunOfFile
         where: the checkpoint, for errors.
 
     Raises DisagreementError if they could not be committed together: they are of several runs, as where one has
-    replaced some targets of the other, or a copy some files; or they were made from two
-    states of the source.
+    replaced some targets of the other, or a copy some files; they were made from two states of the source; or an index
+    that has settings lies there of an earlier commit.
     """
     finder = RecordFinder()
     found = {path: finder.find_head(path, rank) for rank, paths in files.items() for path in paths}
@@ -153,9 +153,14 @@ def require_one_run(files: Mapping[int, Sequence[str]], where: str) -> RunOfFile
             got = f"{path} of another run" if head is not None else f"{path}, of which no run has a record"
             raise _of_several_runs(f"those of one run, as {first_path}", got, where)
     state_folders = dict.fromkeys(each.path.parent for each in found.values() if each is not None)
-    committed = {_is_committed(state.parent, first, heads.values(), where) for state in state_folders}
-    if committed != {True}:
-        _require_one_state(finder, files, is_committed=False not in committed)
+    folders = {state.parent: _is_committed(state.parent, first, heads.values(), where) for state in state_folders}
+    if {*folders.values()} != {True}:
+        _require_one_state(finder, files, is_committed=False not in folders.values())
+    for folder, is_committed in folders.items():
+        committed = CommitRecord.read(folder) if is_committed is False else None
+        if committed is not None and formats.info(committed.run.format).own_index:
+            got = f"files of a later run, {first.file} or others"
+            raise _of_several_runs(f"files as they were committed with {folder / COMMIT_RECORD}", got, where)
     rank_of = {path: head.rank for path, head in heads.items()}
     return RunOfFiles(first.digest, _modified(heads), tuple(state.parent for state in state_folders), rank_of)
 
@@ -223,17 +228,13 @@ def _is_committed(folder: Path, first: RecordHead, heads: Collection[RecordHead]
             )
         return False
     times_ns = committed_times(folder, committed.digest)
-    are_committed = times_ns is None or all(head.modified_ns == times_ns.get(head.rank) for head in heads)
     if formats.info(committed.run.format).own_index:  # it has settings, and not names of files alone
         changed = changed_index_files(folder, committed)
         others = [name for name in changed if exists(folder / name)]
         if others:
             expected = f"{others[0]} as it was committed with {first.file}"
             raise _of_several_runs(expected, f"another {folder / others[0]}", where)
-        if committed.index_digests and not are_committed:
-            expected = f"files as they were committed with {next(iter(committed.index_digests))}"
-            raise _of_several_runs(expected, f"{first.file} or others of a later run", where)
-    return None if times_ns is None else are_committed
+    return None if times_ns is None else all(head.modified_ns == times_ns.get(head.rank) for head in heads)
 
 
 def _require_one_state(finder: RecordFinder, files: Mapping[int, Sequence[str]], *, is_committed: bool) -> None:
