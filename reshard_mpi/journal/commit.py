@@ -46,7 +46,7 @@ from reshard_mpi.journal.run_records import (
 )
 from reshard_mpi.journal.target_folders import target_folder, uncommit
 from reshard_mpi.journal.target_journal import COMMIT_LOCK
-from reshard_mpi.journal.target_records import TargetRecord, sums_of_wholes
+from reshard_mpi.journal.target_records import RecordHead, TargetRecord, sums_of_wholes
 from reshard_mpi.planning.shared_facts import differing_stages, require_one_checkpoint, require_same_names
 from reshard_mpi.planning.source_flaws import Differences, between_targets, difference_messages, without
 from reshard_mpi.text import natural_key, ranges
@@ -97,6 +97,18 @@ class EarlierTarget(NamedTuple):
         require_one_state({self.record.rank: earlier, target_rank: (sources, MAX_NS)}, _ANEW)  # to be written later
 
 
+def _is_of_these_targets(folder: Path, committed: CommitRecord) -> bool:
+    """Tell whether a commit record and its index are of the targets that lie there now, as far as records tell.
+
+    They are not where a later run has made all targets anew and was killed, and a copy put these over the older ones.
+    """
+    if changed_index_files(folder, committed):
+        return False
+    times_ns = committed_times(folder, committed.digest)
+    heads = (RecordHead.read(folder / STATE, rank) for rank in committed.files)
+    return times_ns is None or all(head is None or head.modified_ns == times_ns.get(head.rank) for head in heads)
+
+
 def commit_if_complete(
     folder: Path, identity: RunIdentity, *, made_here: Collection[int], any_written: bool, already_told: Collection[str]
 ) -> Differences:
@@ -111,7 +123,7 @@ def commit_if_complete(
     `commit` does.
     """
     committed = None if any_written else CommitRecord.read(folder)
-    if committed is not None and committed.digest == identity.digest and not changed_index_files(folder, committed):
+    if committed is not None and committed.digest == identity.digest and _is_of_these_targets(folder, committed):
         return Differences()
     are_all_made = len(made_here) == identity.target_ranks
     if not are_all_made and not _are_all_recorded(folder / STATE, identity.target_ranks, made_here):

@@ -350,6 +350,24 @@ def test_a_target_and_its_record_from_a_backup_of_an_earlier_state(tmp_path: Pat
     assert reshard_mpi.load_rank(0, tmp_path / "again")["w2"][7, 7] == 63
 
 
+@pytest.mark.parametrize("form", few(1, FORMS))
+def test_targets_of_a_later_run_over_an_older_commit_are_committed_anew(tmp_path: Path, form: str) -> None:
+    """As in a backup that keeps what is gone: a run with --overwrite was killed when all targets were there."""
+    options, strategy = of(form, tmp_path)
+    out, src = tmp_path / "out", full(tmp_path / "src", 1)
+    reshard_mpi.transform(src, out, verify=True, **options)
+    backup = Path(shutil.copytree(out, tmp_path / "backup"))
+    full(src, 2)
+    reshard_mpi.transform(src, out, verify=True, overwrite=True, **options)
+    for record in (out / ".reshard_mpi").glob("rank_*.json"):
+        for name in (json.loads(record.read_text())["file"], f".reshard_mpi/{record.name}"):
+            shutil.copy2(out / name, backup / name)
+    reshard_mpi.transform(src, backup, verify=True, resume=True, **options)
+    reshard_mpi.transform(backup, tmp_path / "again", strategy, to="safetensors", verify=True)
+    assert reshard_mpi.load_rank(0, tmp_path / "again")["w2"][7, 7] == 126
+    reshard_mpi.verify(backup)
+
+
 @pytest.mark.parametrize("form", few(1, ["ckpt", "hdf5", "safetensors", "torch"]))
 def test_half_replaced_targets_through_links_to_all_files(tmp_path: Path, form: str) -> None:
     """`cp -rs` makes links to the records too."""
