@@ -178,6 +178,14 @@ def test_wrong_arrays_are_refused(halves: tuple[Path, Path], kind: str) -> None:
         checkpoint["w"].read_into(WRONG_ARRAYS[kind]())
 
 
+def test_numpy_says_whether_it_wants_a_copy(halves: tuple[Path, Path]) -> None:
+    with reshard_mpi.open(halves[0], src_strategy=halves[1]) as checkpoint:
+        tensor = checkpoint["w"]
+        assert np.array_equal(tensor.__array__(copy=True), tensor[...])
+        with pytest.raises(UsageError, match="read into a new array"):
+            tensor.__array__(copy=False)
+
+
 @pytest.mark.parametrize("index", [24, -25, (0, 40), (0, 0, 0), "a", 1.0, True, None, [0, 1], slice("a"), (..., ...)])
 def test_wrong_indices_are_refused(halves: tuple[Path, Path], index: Any) -> None:
     with reshard_mpi.open(halves[0], src_strategy=halves[1]) as checkpoint:

@@ -115,8 +115,8 @@ class Tensor:
         self._read(chosen, array)
         return array if view is None else array[view]
 
-    def __array__(self, dtype: Any = None, item: bool | None = None) -> np.ndarray[Any, Any]:
-        if item is False:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if copy is False:
             raise UsageError(
                 "a tensor of a checkpoint is read into a new array",
                 expected="copy=True, or none said",

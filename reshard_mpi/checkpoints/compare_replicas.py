@@ -239,16 +239,16 @@ class _Comparison:
 
 def _portions(group: Iterable[ReplicaGroup]) -> Iterator[tuple[ReplicaGroup, ...]]:
     """Cut checks of the same ranks into portions small enough that all copies of one can be kept in memory."""
-    portion, reads = list[ReplicaGroup](), 0
+    portion, count = list[ReplicaGroup](), 0
     for alike in group:
         names = max(1, _MAX_DIGESTS // alike.replicas)
         for first in range(0, len(alike.names), names):
             part = alike._replace(names=alike.names[first : first + names])
-            if portion and reads + len(part.names) * part.replicas > _MAX_DIGESTS:
+            if portion and count + len(part.names) * part.replicas > _MAX_DIGESTS:
                 yield tuple(portion)
-                portion, reads = [], 0
+                portion, count = [], 0
             portion.append(part)
-            reads += len(part.names) * part.replicas
+            count += len(part.names) * part.replicas
     if portion:
         yield tuple(portion)
 

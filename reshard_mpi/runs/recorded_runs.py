@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.engine.checksums import ContiguousPart, Span, crc_of_contiguous, crc_of_pieces, sum_of_contiguous
-from reshard_mpi.errors import ShardError, UsageError
+from reshard_mpi.errors import DifferenceError, DisagreementError, ShardError, UsageError
 from reshard_mpi.filesystem.source_files import exists, is_file
 from reshard_mpi.formats.locations import ByteRange, paths_of
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
@@ -23,7 +23,7 @@ from reshard_mpi.journal.record_finder import RecordFinder, fits_record, folder_
 from reshard_mpi.journal.run_records import CHOSEN, CommitRecord, RunIdentity, joined_words
 from reshard_mpi.planning.rank_choice import Accumulated
 from reshard_mpi.planning.rank_plan import RankPlan, ReadItem, TensorPlan
-from reshard_mpi.runs.request import Request
+from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import Strategy, Unlisted
 
@@ -91,13 +91,19 @@ def _is_there(run: RunIdentity, name: str) -> bool:
 
 
 def made_otherwise(
-    request: Request, digests: Mapping[str, str], chosen: str, run: RunIdentity | None, path: str
+    request: Request,
+    strategies: Strategies,
+    digests: Mapping[str, str],
+    chosen: str,
+    run: RunIdentity | None,
+    path: str,
 ) -> UsageError | None:
     """Return the error for a checkpoint at `path` made with other options than the request's, or of other files.
 
     Others may come to the same, so it is an error only if the checkpoint is not what the request makes.
 
     Args:
+        strategies: those of the request.
         digests: of the map, its configuration, and the checkpoint that it is like, as `planner_with_maps` returns them.
         chosen: the files of the source, as `chosen_files` calls them.
         run: the one that made it.
@@ -113,6 +119,16 @@ def made_otherwise(
             where=path,
             remedy="give --select with the names of the files it was made of",
         )
+    for name, digest in (("src_strategy", strategies.source_digest), ("dst_strategy", strategies.target_digest)):
+        if digest is not None and digest != run.facts.get(name):
+            option = f"--{name.replace('_', '-')}"
+            return UsageError(
+                "the target was made with another strategy than this",
+                expected=f"{option} {run.files[name]}, as its record says" if name in run.files else f"no {option}",
+                got=f"{option} {getattr(request, name)}, another text",
+                where=path,
+                remedy="give the strategies that it was made with; whether it is damaged, verify DST alone tells",
+            )
     given = {
         **digests,
         **{name: words for name in _REPEATED if (words := joined_words(_given(request, name)))},
@@ -124,6 +140,32 @@ def made_otherwise(
     if not differing:
         return None
     return _not_given(f"{' and '.join(f'--{name}' for name in differing)} of other values", _shown(run, of_run), path)
+
+
+def made_of_earlier(target: ShardFiles, ranks: Iterable[int]) -> DifferenceError | None:
+    """Return the error for targets whose sources have been written anew since, as records say; None if they were not.
+
+    Args:
+        ranks: of the targets.
+    """
+    finder = RecordFinder()
+    for rank in ranks:
+        for path in target.shards if target.is_folder else target.by_rank.get(rank, ()):
+            record = finder.find(path, rank)
+            try:
+                if record is not None:
+                    record.inputs.sources.require_unchanged(
+                        "the source has changed since the target was made of it", ""
+                    )
+            except DisagreementError as error:
+                return DifferenceError(
+                    error.problem,
+                    expected=error.expected,
+                    got=error.got,
+                    where=error.where,
+                    remedy="transform it again if you want what it holds now; verify DST alone tells of damage",
+                )
+    return None
 
 
 def _given(request: Request, name: str) -> Sequence[str]:
@@ -270,11 +312,11 @@ class RecordedSums:
         if ContiguousPart.of(box, tensor.spec.global_shape, tensor.spec.dtype.itemsize_bytes) is None:
             return None
         reads = sorted(tensor.reads, key=lambda item: box.offset_of(item.target_region))
-        crcs = [self._crc_of_copy(item, box) for item in reads]
+        crcs = [self._crc_of_item(item, box) for item in reads]
         known = [crc for crc in crcs if crc is not None]
         return crc_of_pieces(zip(known, (item.size_bytes for item in reads))) if len(known) == len(crcs) else None
 
-    def _crc_of_copy(self, item: ReadItem, target: Box) -> int | None:
+    def _crc_of_item(self, item: ReadItem, target: Box) -> int | None:
         """Return the CRC-32 of an item that is a whole tensor of a shard and one run of the target; None of others."""
         stored = item.source.stored
         if not item.source.is_as_stored or stored is None or len(stored.ranges) != 1 or item.region != item.source_box:

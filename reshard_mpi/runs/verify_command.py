@@ -50,6 +50,7 @@ from reshard_mpi.runs.progress import Progress, ProgressStage, SliceCounter, Wor
 from reshard_mpi.runs.recorded_runs import (
     accumulated_as_made,
     as_made,
+    made_of_earlier,
     made_otherwise,
     recorded_run,
     strategy_to_drop_by,
@@ -179,6 +180,9 @@ def verify_pair(
     checked = _each(target.files, weights, comm, progress, check, pair.notes)
     if checked.failures and pair.otherwise is not None:
         raise pair.otherwise
+    failed = [failure.rank for failure in checked.failures if failure.rank is not None]
+    if (changed := made_of_earlier(target.files, failed)) is not None:
+        raise changed
     # A target that equals what the source gives is the one that was meant.
     checked = checked._replace(modified=source.files.modified)
     return _with_notes(checked, pair.governor, source.files, target.files)
@@ -219,7 +223,7 @@ def _opened_pair(
         packed = planner.mapped.packed
         target = _packed_target(target_files, packed)
         planner = planner.changed(target=target.strategy)
-    otherwise = made_otherwise(request, digests, chosen_files(files), run, target_files.path)
+    otherwise = made_otherwise(request, read, digests, chosen_files(files), run, target_files.path)
     for damage in damage_of_indexes(target_files):
         raise damage
     memory.free_with(planner.forget, target.forget)

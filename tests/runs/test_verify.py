@@ -221,6 +221,38 @@ def test_loose_shards_that_state_their_ranks_are_verified_as_a_whole(tmp_path: P
     assert "verified 1 shard" in run_here("verify", loose / c.written(1).name).out
 
 
+@pytest.mark.parametrize("what", ["another target strategy", "another source strategy", "a later source"])
+@pytest.mark.parametrize("jobs", few(1, ["1", "2"]))
+def test_what_is_asked_otherwise_than_it_was_made_is_no_damage(tmp_path: Path, what: str, jobs: str) -> None:
+    def spec(name: str, axes: str) -> Path:
+        text = 'mesh = { a = 2, b = 2 }\n[[parameter]]\nmatch = "*"\nsplit = { 0 = [%s] }\n'
+        (tmp_path / f"{name}.toml").write_text(text % axes)
+        return tmp_path / f"{name}.toml"
+
+    def write_source(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        parts = {rank: {"w": random.standard_normal((4, 6), np.float32)} for rank in range(4)}
+        write_ranks(parts, tmp_path / "src", "safetensors")
+
+    own, other, dst = spec("own", '"a", "b"'), spec("other", '"b", "a"'), tmp_path / "dst"
+    write_source(1)
+    reshard_mpi.transform(tmp_path / "src", dst, own, own, verify=True)
+    before, given = {path: path.read_bytes() for path in dst.rglob("*.safetensors")}, {"src": own, "dst": own}
+    if what == "a later source":
+        shutil.rmtree(tmp_path / "src")
+        write_source(2)
+        expected, code = "the source has changed since the target was made of it", 4
+    else:
+        given["dst" if "target" in what else "src"] = other
+        expected, code = "made with another strategy than this", 2
+    strategies = ("--src-strategy", given["src"], "--dst-strategy", given["dst"])
+    finished = run_here("verify", tmp_path / "src", dst, *strategies, "--jobs", jobs)
+    assert (finished.code, "damage:" in finished.err) == (code, False) and expected in finished.err, finished
+    assert "verify DST alone" in finished.err and "--overwrite" not in finished.err, finished
+    assert run_here("verify", dst).code == 0
+    assert before == {path: path.read_bytes() for path in before}
+
+
 def test_a_target_that_a_record_alone_knows_of_is_missing(tmp_path: Path) -> None:
     c = four_targets(tmp_path, "ckpt")
     c.done("transform", "--verify")
