@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.engine.checksums import ContiguousPart, Span, crc_of_contiguous, crc_of_pieces, sum_of_contiguous
-from reshard_mpi.errors import DifferenceError, DisagreementError, ShardError, UsageError
+from reshard_mpi.errors import DisagreementError, ReshardError, ShardError, UsageError
 from reshard_mpi.filesystem.source_files import exists, is_file
 from reshard_mpi.formats.locations import ByteRange, paths_of
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
@@ -142,30 +142,23 @@ def made_otherwise(
     return _not_given(f"{' and '.join(f'--{name}' for name in differing)} of other values", _shown(run, of_run), path)
 
 
-def made_of_earlier(target: ShardFiles, ranks: Iterable[int]) -> DifferenceError | None:
-    """Return the error for targets whose sources have been written anew since, as records say; None if they were not.
+def say_if_source_changed(error: ReshardError, target: ShardFiles, rank: int | None) -> None:
+    """Change what an error about a target's file advises, if the target's record says that the source has changed since.
 
-    Args:
-        ranks: of the targets.
+    Then the target need not be damaged, and is not to be made anew without a thought.
     """
     finder = RecordFinder()
-    for rank in ranks:
-        for path in target.shards if target.is_folder else target.by_rank.get(rank, ()):
-            record = finder.find(path, rank)
-            try:
-                if record is not None:
-                    record.inputs.sources.require_unchanged(
-                        "the source has changed since the target was made of it", ""
-                    )
-            except DisagreementError as error:
-                return DifferenceError(
-                    error.problem,
-                    expected=error.expected,
-                    got=error.got,
-                    where=error.where,
-                    remedy="transform it again if you want what it holds now; verify DST alone tells of damage",
-                )
-    return None
+    paths = target.shards if target.is_folder else target.by_rank.get(-1 if rank is None else rank, ())
+    for path in paths if error.where.startswith(target.path) else ():
+        record = finder.find(path, rank or 0)
+        try:
+            if record is not None:
+                record.inputs.sources.require_unchanged("", "")
+        except DisagreementError as change:
+            error.remedy = (
+                f"the source has changed since the target was made of it ({change.expected}; now {change.got}):"
+                " transform it again if you want what it holds now; verify DST alone tells of damage"
+            )
 
 
 def _given(request: Request, name: str) -> Sequence[str]:

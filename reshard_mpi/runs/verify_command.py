@@ -50,9 +50,9 @@ from reshard_mpi.runs.progress import Progress, ProgressStage, SliceCounter, Wor
 from reshard_mpi.runs.recorded_runs import (
     accumulated_as_made,
     as_made,
-    made_of_earlier,
     made_otherwise,
     recorded_run,
+    say_if_source_changed,
     strategy_to_drop_by,
 )
 from reshard_mpi.runs.request import Request, Strategies
@@ -180,9 +180,8 @@ def verify_pair(
     checked = _each(target.files, weights, comm, progress, check, pair.notes)
     if checked.failures and pair.otherwise is not None:
         raise pair.otherwise
-    failed = [failure.rank for failure in checked.failures if failure.rank is not None]
-    if (changed := made_of_earlier(target.files, failed)) is not None:
-        raise changed
+    for failure in checked.failures:
+        say_if_source_changed(failure.error, target.files, failure.rank)
     # A target that equals what the source gives is the one that was meant.
     checked = checked._replace(modified=source.files.modified)
     return _with_notes(checked, pair.governor, source.files, target.files)
