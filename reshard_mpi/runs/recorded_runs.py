@@ -143,7 +143,7 @@ def made_otherwise(
 
 
 def say_if_source_changed(error: ReshardError, target: ShardFiles, rank: int | None) -> None:
-    """Change what an error about a target's file advises, if the target's record says that the source has changed since.
+    """Change what an error about a target's file advises, if its record says that the source has changed since.
 
     Then the target need not be damaged, and is not to be made anew without a thought.
     """
