@@ -24,6 +24,7 @@ from support.slurm_setup import CONTROLLER, NODES, missing, on_host, search_path
 
 _POLL_SECONDS = 0.05
 _START_SECONDS = 120.0
+_ATTEMPTS = 3
 _COMMAND_SECONDS = 120.0
 _STOP_SECONDS = 120.0
 _SHOWN_CHARACTERS = 6000
@@ -228,16 +229,24 @@ def running_cluster() -> Iterator[Cluster]:
     """Start a cluster, stop it in the end and see that nothing is left; skip where there can be none."""
     if lacking := missing():
         pytest.skip(lacking)
-    # The folder's name is short: a socket's path may have 107 characters.
-    with tempfile.TemporaryDirectory(prefix="slurm-") as name:
-        cluster = Cluster(Path(name))
-        try:
-            cluster.start()
-            yield cluster
-        finally:
-            left = cluster.stop()
+    for attempt in range(_ATTEMPTS):
+        # The folder's name is short: a socket's path may have 107 characters.
+        with tempfile.TemporaryDirectory(prefix="slurm-") as name:
+            cluster = Cluster(Path(name))
+            try:
+                try:
+                    cluster.start()
+                except RuntimeError:
+                    # Another program may have taken one of its ports since it was found free: others are chosen.
+                    if attempt + 1 < _ATTEMPTS:
+                        continue
+                    raise
+                yield cluster
+            finally:
+                left = cluster.stop()
         if left:
             pytest.fail(f"the SLURM cluster left processes behind: {', '.join(left)}", pytrace=False)
+        return
 
 
 def _logs_in(folder: Path) -> list[Path]:

@@ -18,6 +18,8 @@ NODES = ("node1", "node2")
 _NODE_CPUS = 8  # more than there are: jobs here sleep and wait
 _NODE_MEMORY_MIB = 4096
 _SRUN_PORTS = 200
+# Below the ports that Linux gives to connections, of which the other tests make thousands.
+_PORTS = range(20_000, 32_000)
 _SYSTEM_FOLDERS = ("/usr/sbin", "/sbin")
 _PROGRAMS = (
     *("munged", "slurmctld", "slurmd", "sbatch", "scancel", "scontrol", "srun"),
@@ -116,8 +118,7 @@ def write_configuration(folder: Path) -> None:
         (folder / name).write_text(text)
     hosts = " ".join((CONTROLLER, *NODES))
     (folder / "hosts").write_text(f"127.0.0.1 localhost {hosts}\n")
-    controller_port, *node_ports = _free_ports(1 + len(NODES))
-    first_srun_port = _free_range(_SRUN_PORTS)
+    controller_port, *node_ports, first_srun_port = _free_range(1 + len(NODES) + _SRUN_PORTS)[: 2 + len(NODES)]
     (folder / "slurm.conf").write_text(
         _CONFIGURATION.format(
             controller=CONTROLLER,
@@ -147,17 +148,12 @@ def _prepare_pmix(folder: Path) -> None:
         (folder / "pmix_at").write_text(str(library.parent))
 
 
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as bound:
-        sockets = [bound.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in sockets]
-
-
-def _free_range(count: int) -> int:
-    """Return the first of `count` ports that follow each other and are free."""
-    for first in range(21000, 32000, count):
+def _free_range(count: int) -> range:
+    """Return `count` ports that follow each other and are free."""
+    for first in random.sample(_PORTS[:-count], 100):
+        ports = range(first, first + count)
         with contextlib.ExitStack() as bound, contextlib.suppress(OSError):
-            for port in range(first, first + count):
+            for port in ports:
                 bound.enter_context(socket.create_server(("127.0.0.1", port)))
-            return first
+            return ports
     raise RuntimeError(f"no {count} free ports in a row")
