@@ -17,8 +17,9 @@ ranks() {
 
 # cards NUMBER SCRIPT [options]
 cards() {
-    local free_port='import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
-    MS_SCHED_PORT=$(python -c "$free_port")
+    # Below the ports that Linux gives to connections, so that none is given it before the scheduler has it.
+    MS_SCHED_PORT=$(python -c 'import random, socket as s
+print(s.create_server(("127.0.0.1", random.randrange(20000, 32000))).getsockname()[1])')
     export MS_SCHED_PORT MS_SCHED_HOST=127.0.0.1 MS_WORKER_NUM=$1
     MS_ROLE=MS_SCHED python "$here/$2" "${@:3}" </dev/null >scheduler.log 2>&1 &
     scheduler=$!

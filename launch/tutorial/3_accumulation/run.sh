@@ -13,7 +13,9 @@ export GLOG_v=3 # MindSpore says errors only
 cards() {
     local number=$1 port
     shift
-    port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+    # Below the ports that Linux gives to connections, so that none is given it before the scheduler has it.
+    port=$(python -c 'import random, socket as s
+print(s.create_server(("127.0.0.1", random.randrange(20000, 32000))).getsockname()[1])')
     msrun --worker_num="$number" --local_worker_num="$number" --master_port="$port" --log_dir="log_$4" --join=True \
         "$STORY/train_parallel.py" "$@" </dev/null >"$4.log" 2>&1 || { cat "$4.log" "log_$4"/* >&2; exit 1; }
     grep -h "^$4: " "log_$4"/*
