@@ -54,8 +54,6 @@ from reshard_mpi.text import natural_key, ranges
 # Larger records take more memory than a process has asked for when it plans.
 _MOST_READ_EARLY_BYTES = 1 << 20
 _ANEW = "make the targets anew from them with --overwrite"
-
-
 # Committing takes moments: a process that is in the way for longer is stopped, or one of many that write all the time.
 _WAIT_SECONDS = 10.0
 _NAP_SECONDS = 0.05
@@ -104,7 +102,7 @@ def _is_of_these_targets(folder: Path, committed: CommitRecord) -> bool:
     """
     if changed_index_files(folder, committed):
         return False
-    times_ns = committed_times(folder, committed.digest)
+    times_ns = committed_times(folder, committed)
     heads = (RecordHead.read(folder / STATE, rank) for rank in committed.files)
     return times_ns is None or all(head is None or head.modified_ns == times_ns.get(head.rank) for head in heads)
 
@@ -261,7 +259,7 @@ def commit_locked(
     remove_dead_records(opened.state)
     is_same = (
         committed is not None
-        and committed_times(folder, committed.digest) == times_ns
+        and committed_times(folder, committed) == times_ns
         and not changed_index_files(folder, committed)
     )
     try:
@@ -287,8 +285,9 @@ def commit_locked(
             remove_dead_partials(inner, path.name)
             publish_bytes(inner, path.name, content)
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in index.items()}
-    keep_times(opened.state, identity.digest, times_ns)
-    publish_text(opened.folder, COMMIT_RECORD, _as_text(begun, records, sums, digests))
+    new = _commit_record(begun, records, sums, digests)
+    keep_times(opened.state, new, times_ns)
+    publish_text(opened.folder, COMMIT_RECORD, _as_text(new, records))
     if opened.lock < 0:
         _require_still_complete(opened, identity, records)
     return Committed(folder / COMMIT_RECORD, len(records), size_bytes, remarks)
@@ -404,33 +403,41 @@ def _not_as_made(folder: Path, target_rank: int, problem: str) -> TransformError
     )
 
 
-def _as_text(
+def _commit_record(
     identity: RunIdentity, records: Sequence[TargetRecord], sums: Mapping[str, int], index_digests: Mapping[str, str]
-) -> str:
-    """Return the text of the commit record. Nothing in it depends on which process made a target, or when.
-
-    It has one line for each target, and one for each source file that they were made from.
-
-    Args:
-        index_digests: by name, of the index and the files that belong to it; empty if there is none.
-    """
-    head = {"format": "reshard_mpi commit", "version": 1, "digest": identity.digest, **identity.as_json()}
-    if sums:
-        head["sums"] = {name: f"{sums[name]:08x}" for name in sorted(sums)}
-    if index_digests:
-        last = identity.index_names[-1]
-        head["index"] = index_digests[last]
-        if len(index_digests) > 1:
-            head["before_index"] = {name: digest for name, digest in index_digests.items() if name != last}
+) -> CommitRecord:
+    """Return the record of a commit. index_digests: of the index, and before it of the files that belong to it."""
     files = {file.path: file.size_bytes for record in records for file in record.inputs.sources.files}
-    sources = ({"file": path, "size_bytes": files[path]} for path in sorted(files, key=natural_key))
+    return CommitRecord(
+        digest=identity.digest,
+        files={record.rank: record.file for record in records},
+        sums={name: f"{sums[name]:08x}" for name in sorted(sums)},
+        sizes_bytes={record.rank: record.head.size_bytes for record in records},
+        sources=tuple((path, files[path]) for path in sorted(files, key=natural_key)),
+        run=identity,
+        index_digests=index_digests,
+        besides={record.rank: record.besides for record in records if record.besides and not record.sums},
+    )
+
+
+def _as_text(committed: CommitRecord, records: Sequence[TargetRecord]) -> str:
+    """Return the text of the commit record: a line for each target and source file, none on who made them, or when."""
+    head = {"format": "reshard_mpi commit", "version": 1, "digest": committed.digest, **committed.run.as_json()}
+    if committed.sums:
+        head["sums"] = committed.sums
+    *before_index, index = committed.index_digests or ("",)
+    if index:
+        head["index"] = committed.index_digests[index]
+    if before_index:
+        head["before_index"] = {name: committed.index_digests[name] for name in before_index}
+    sources = ({"file": path, "size_bytes": size_bytes} for path, size_bytes in committed.sources)
     targets = (
         {
             "rank": record.rank,
             "file": record.file,
             "size_bytes": record.head.size_bytes,
             "read_ranks": record.inputs.read_ranks,
-            **({"besides": record.besides} if record.besides and not record.sums else {}),
+            **({"besides": committed.besides[record.rank]} if record.rank in committed.besides else {}),
         }
         for record in records
     )

@@ -224,7 +224,7 @@ def withdraw_commit(folder: Folder) -> None:
     committed = CommitRecord.read(folder.path)
     if committed is None:
         return
-    times_ns = committed_times(folder.path, committed.digest)
+    times_ns = committed_times(folder.path, committed)
     for rank, file in committed.files.items():
         head = RecordHead.read(folder.path / STATE, rank)
         if head is not None and _is_about(folder.path, head, file):

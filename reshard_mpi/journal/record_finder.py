@@ -227,7 +227,7 @@ def _is_committed(folder: Path, first: RecordHead, heads: Collection[RecordHead]
                 f"those of the run that has begun in {folder}", f"{first.file} of another run", where
             )
         return False
-    times_ns = committed_times(folder, committed.digest)
+    times_ns = committed_times(folder, committed)
     if formats.info(committed.run.format).own_index:  # it has settings, and not names of files alone
         changed = changed_index_files(folder, committed)
         others = [name for name in changed if exists(folder / name)]

@@ -269,6 +269,12 @@ class CommitRecord(NamedTuple):
     # SHA-256 of all but the tensors in files that have no sums of tensors, by rank: their own checksums are in it
     besides: Mapping[int, str] = MappingProxyType({})
 
+    @property
+    def check(self) -> str:
+        """A CRC-32 of what it says of the contents of targets and index, by which `committed.json` names it."""
+        contents = (self.sums, self.sizes_bytes, self.index_digests, self.besides)
+        return record_files.check_of([sorted(each.items()) for each in contents])
+
     @classmethod
     def read(cls, folder: Path) -> CommitRecord | None:
         """Return the commit record of a folder; None where there is none, or it is damaged."""
@@ -318,27 +324,35 @@ _TIMES_RECORD = "committed.json"
 _TIMES_ROOM = record_files.RecordLimits(1 << 29, 1 << 31)
 
 
-def keep_times(state: Folder, digest: str, times_ns: Mapping[int, int | None]) -> None:
+def keep_times(state: Folder, committed: CommitRecord, times_ns: Mapping[int, int | None]) -> None:
     """Publish when the targets of a run that is being committed were made, in the folder of its state.
 
     Args:
-        digest: of the run.
+        committed: the record that is published next.
         times_ns: by rank, as their records say.
     """
-    facts = {"format": "reshard_mpi commit times", "version": 1, "digest": digest, "modified_ns": times_ns}
+    facts = {"format": "reshard_mpi commit times", "version": 1, "digest": committed.digest, "of": committed.check}
+    check = record_files.check_of([committed.check, times_ns])
     remove_dead_partials(state, _TIMES_RECORD)
-    publish_text(state, _TIMES_RECORD, json.dumps({**facts, "check": record_files.check_of(times_ns)}) + "\n")
+    publish_text(state, _TIMES_RECORD, json.dumps({**facts, "modified_ns": times_ns, "check": check}) + "\n")
 
 
-def committed_times(folder: Path, digest: str) -> Mapping[int, int] | None:
-    """Return when the targets of the committed run were made, by rank (nanoseconds since 1970); None if unknown."""
+def committed_times(folder: Path, committed: CommitRecord) -> Mapping[int, int] | None:
+    """Return when the targets of a commit were made, by rank (nanoseconds since 1970); None if unknown.
+
+    Empty if the times there are those of another commit of the same run: a copy over an older folder has stopped
+    before `reshard.json`, its last file, or has put only that there.
+    """
     facts = read_json(folder / STATE / _TIMES_RECORD, _TIMES_ROOM) or {}
     try:
-        if record_files.digest(facts["digest"]) != digest:
+        if record_files.digest(facts["digest"]) != committed.digest:
             return None
         times = record_files.table(facts["modified_ns"])
-        if "check" in facts and facts["check"] != record_files.check_of(times):
+        checked = [facts["of"], times] if "of" in facts else times  # earlier versions did not say of which commit
+        if "check" in facts and facts["check"] != record_files.check_of(checked):
             return None
+        if facts.get("of", committed.check) != committed.check:
+            return {}
         return {checked_rank(int(rank)): record_files.number(times[rank], -MAX_NS, MAX_NS) for rank in times}
     except DAMAGE:
         return None

@@ -154,7 +154,7 @@ def _commit(folder: Path) -> dict[str, Any]:
             where=str(folder / COMMIT_RECORD),
             remedy="reshard-mpi commit writes it anew, if the records of the run are there",
         )
-    times_ns = committed_times(folder, record.digest)
+    times_ns = committed_times(folder, record)
     targets = [
         {
             "rank": rank,

@@ -350,6 +350,32 @@ def test_a_target_and_its_record_from_a_backup_of_an_earlier_state(tmp_path: Pat
     assert reshard_mpi.load_rank(0, tmp_path / "again")["w2"][7, 7] == 63
 
 
+@pytest.mark.parametrize("way", ["resume", "commit"])
+@pytest.mark.parametrize("form", few(1, FORMS))
+@pytest.mark.parametrize("copied", ["all but the record", "the record"])
+def test_a_copy_over_an_older_folder_that_stopped_at_the_commit_record(
+    tmp_path: Path, copied: str, form: str, way: str
+) -> None:
+    """The commit record is the last of its files, or the first: it is made anew, of the targets that are there."""
+    options, _ = of(form, tmp_path)
+    out, src = tmp_path / "out", full(tmp_path / "src", 1)
+    reshard_mpi.transform(src, out, verify=True, **options)
+    older = Path(shutil.copytree(out, tmp_path / "older"))
+    older_source = Path(shutil.copytree(src, tmp_path / "older source"))
+    full(src, 2)
+    reshard_mpi.transform(src, out, verify=True, overwrite=True, **options)
+    if copied == "the record":
+        shutil.copytree(older_source, src, dirs_exist_ok=True)
+    for path in (each for each in out.rglob("*") if each.is_file()):
+        if (path.name == "reshard.json") == (copied == "the record"):
+            shutil.copy2(path, older / path.relative_to(out))
+    if way == "commit":
+        commit(older)
+    else:
+        reshard_mpi.transform(src, older, verify=True, resume=True, **options)
+    reshard_mpi.verify(older)
+
+
 @pytest.mark.parametrize("form", few(1, FORMS))
 def test_targets_of_a_later_run_over_an_older_commit_are_committed_anew(tmp_path: Path, form: str) -> None:
     """As in a backup that keeps what is gone: a run with --overwrite was killed when all targets were there."""
