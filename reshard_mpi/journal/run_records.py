@@ -271,7 +271,7 @@ class CommitRecord(NamedTuple):
 
     @property
     def check(self) -> str:
-        """A CRC-32 of what it says of the contents of targets and index, by which `committed.json` names it."""
+        """A CRC-32 of the sums and sizes of targets and index; `committed.json` names the record by it."""
         contents = (self.sums, self.sizes_bytes, self.index_digests, self.besides)
         return record_files.check_of([sorted(each.items()) for each in contents])
 
