@@ -365,10 +365,11 @@ def _require_possible_places(
 
 
 def _check_prefix(prefix: str) -> None:
-    if "/" in prefix or "\0" in prefix or prefix.startswith("."):
+    if "/" in prefix or "\0" in prefix or prefix.startswith(".") or prefix[-1:].isdigit():
         raise UsageError(
             "the prefix cannot begin a file name",
-            expected="text without '/' that does not start with '.', which would hide the files",
+            expected="text without '/' that does not start with '.', which would hide the files, nor end in a digit,"
+            " since the number of the rank follows",
             got=repr(prefix),
         )
 

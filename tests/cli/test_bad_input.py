@@ -539,6 +539,7 @@ USAGE = {
     "unknown_progress": (["--progress", "loud"], "--progress: expected .*, got 'loud'"),
     "prefix_of_another_folder": (["--prefix", "../x"], "prefix(.|\n)*got: '../x'"),
     "prefix_that_hides": (["--prefix", ".x"], "prefix(.|\n)*got: '.x'"),
+    "prefix_that_the_rank_continues": (["--prefix", "step_7"], "the number of the rank follows(.|\n)*got: 'step_7'"),
     "report_without_folder": (["--report", "missing/report.json"], "report(.|\n)*where: missing/report.json"),
     "report_over_a_folder": (["--report", "/"], "report(.|\n)*where: /"),
 }
