@@ -95,7 +95,7 @@ class EarlierTarget(NamedTuple):
         require_one_state({self.record.rank: earlier, target_rank: (sources, MAX_NS)}, _ANEW)  # to be written later
 
 
-def _is_of_these_targets(folder: Path, committed: CommitRecord) -> bool:
+def is_of_these_targets(folder: Path, committed: CommitRecord) -> bool:
     """Tell whether a commit record and its index are of the targets that lie there now, as far as records tell.
 
     They are not where a later run has made all targets anew and was killed, and a copy put these over the older ones.
@@ -121,7 +121,7 @@ def commit_if_complete(
     `commit` does.
     """
     committed = None if any_written else CommitRecord.read(folder)
-    if committed is not None and committed.digest == identity.digest and _is_of_these_targets(folder, committed):
+    if committed is not None and committed.digest == identity.digest and is_of_these_targets(folder, committed):
         return Differences()
     are_all_made = len(made_here) == identity.target_ranks
     if not are_all_made and not _are_all_recorded(folder / STATE, identity.target_ranks, made_here):

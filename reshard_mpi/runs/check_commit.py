@@ -17,6 +17,7 @@ from reshard_mpi.errors import DisagreementError, ShardError
 from reshard_mpi.filesystem.paths import absolute_path, rank_of_folder, real_path
 from reshard_mpi.filesystem.source_files import exists
 from reshard_mpi.formats.manifest import TensorSpec
+from reshard_mpi.journal.commit import is_of_these_targets
 from reshard_mpi.journal.record_files import COMMIT_RECORD
 from reshard_mpi.journal.record_finder import damage_besides, folder_of_records, holds_another
 from reshard_mpi.journal.run_records import CommitRecord
@@ -40,6 +41,7 @@ class CommittedSums(NamedTuple):
     besides: Mapping[str, str]
     packs: bool = False  # whether `sums` are of the parts of tensors in the files of a format that packs
     are_all: bool = False  # whether these files are all that were committed
+    is_of_others: bool = False  # whether records say that other targets were committed, as where a copy has stopped
     warnings: tuple[str, ...] = ()  # of a record that may be of these files and is not used
 
 
@@ -76,7 +78,7 @@ def _commit_of_folder(files: ShardFiles) -> CommittedSums:
             return CommittedSums({}, {}, warnings=(*_warnings_of_renamed(folder), *_warnings_of_links(above, real)))
     if commit is None:
         return CommittedSums({}, {}, warnings=tuple(_warnings_of_renamed(folder)))
-    record, paths = commit
+    place, record, paths = commit
     besides = {
         own[path]: record.besides[rank] for rank, path in paths.items() if path in own and rank in record.besides
     }
@@ -87,7 +89,8 @@ def _commit_of_folder(files: ShardFiles) -> CommittedSums:
         committed = {own[path] for path in paths.values() if path in own}
         names = {old: new for of in of_files for path in of.keys() & committed for old, new in of[path].items()}
         sums = {names.get(name, name): value for name, value in sums.items()}
-    return CommittedSums(sums, besides, formats.info(record.run.format).packs, are_all)
+    is_of_others = not is_of_these_targets(place, record)
+    return CommittedSums(sums, besides, formats.info(record.run.format).packs, are_all, is_of_others)
 
 
 def _warnings_of_renamed(folder: Path) -> Iterator[str]:
@@ -128,8 +131,8 @@ def _committed_in(folder: Path) -> tuple[CommitRecord | None, Mapping[int, Path]
 
 def _commit_in(
     folders: Iterable[Path], own: Mapping[Path, str], whole: Path | None = None
-) -> tuple[CommitRecord, Mapping[int, Path]] | None:
-    """Return the first commit record in some folders that is of all of some files, and its files by rank.
+) -> tuple[Path, CommitRecord, Mapping[int, Path]] | None:
+    """Return the first of some folders whose commit record is of all of some files, that record, its files by rank.
 
     Args:
         own: the files.
@@ -148,7 +151,7 @@ def _commit_in(
         # by itself, which is a full checkpoint, or else none of the tensors that were committed.
         are_whole = held == len(paths) or len(own) == 1 or formats.info(record.run.format).split_by_size
         if folder == whole or (held == len(own) and are_whole):
-            return record, paths
+            return folder, record, paths
         if held < len(own):
             holders.append(folder)
     if len(holders) > 1:
@@ -175,11 +178,12 @@ def _folders_above(files: ShardFiles) -> Iterator[Path]:
 def is_to_be_held(commit: CommittedSums, files: ShardFiles) -> bool:
     """Tell whether the whole tensors of a source are to be held against its commit.
 
-    They are if a shard has no record with sums of its own. Sums in a shard fit it wherever it lies, so they do not tell
-    that it is the one that was committed.
+    They are if a shard has no record with sums of its own, or the records are of other targets than the commit. Sums in
+    a shard fit it wherever it lies, so they do not tell that it is the one that was committed.
     """
     of_shards = (each for rank in files.by_rank for each in one_by_one(files, rank))
-    return bool(commit.sums or commit.besides) and not all(are_recorded(alone, rank) for alone, rank in of_shards)
+    has_sums = bool(commit.sums or commit.besides)
+    return has_sums and (commit.is_of_others or not all(are_recorded(alone, rank) for alone, rank in of_shards))
 
 
 def committed_tensors(

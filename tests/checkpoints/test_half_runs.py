@@ -356,8 +356,11 @@ def test_a_target_and_its_record_from_a_backup_of_an_earlier_state(tmp_path: Pat
 def test_a_copy_over_an_older_folder_that_stopped_at_the_commit_record(
     tmp_path: Path, copied: str, form: str, way: str
 ) -> None:
-    """The commit record is the last of its files, or the first: it is made anew, of the targets that are there."""
-    options, _ = of(form, tmp_path)
+    """The commit record is the last of its files, or the first: it is made anew, of the targets that are there.
+
+    Until then none of the two is taken for verified.
+    """
+    options, strategy = of(form, tmp_path)
     out, src = tmp_path / "out", full(tmp_path / "src", 1)
     reshard_mpi.transform(src, out, verify=True, **options)
     older = Path(shutil.copytree(out, tmp_path / "older"))
@@ -369,6 +372,8 @@ def test_a_copy_over_an_older_folder_that_stopped_at_the_commit_record(
     for path in (each for each in out.rglob("*") if each.is_file()):
         if (path.name == "reshard.json") == (copied == "the record"):
             shutil.copy2(path, older / path.relative_to(out))
+    with pytest.raises(ReshardError, match="committed with"):
+        reshard_mpi.transform(older, tmp_path / "again", strategy, to="safetensors", verify=True)
     if way == "commit":
         commit(older)
     else:
