@@ -208,8 +208,8 @@ def verify(
     request = request_of(locals() | {"target": source if target is None else target})._replace(keeps_journal=False)
     if request.rank == ():
         raise UsageError("rank names no rank", expected="one rank or more, or None for all", got="none")
-    work = Task.VERIFY_ALONE if target is None else Task.VERIFY_PAIR
-    return run(request, check_count(jobs, "jobs"), comm, work, progress=progress)
+    task = Task.VERIFY_ALONE if target is None else Task.VERIFY_PAIR
+    return run(request, check_count(jobs, "jobs"), comm, task, progress=progress)
 
 
 @public
@@ -265,8 +265,8 @@ def diff(
     in_numbers = check_flag(values, "values")
     if not in_numbers and (request.atol or request.rtol):
         raise UsageError("atol and rtol go with values", expected="values=True", got="a tolerance alone")
-    work = Task.DIFF_VALUES if in_numbers else Task.DIFF
-    return run(request, check_count(jobs, "jobs"), comm, work, progress=progress)
+    task = Task.DIFF_VALUES if in_numbers else Task.DIFF
+    return run(request, check_count(jobs, "jobs"), comm, task, progress=progress)
 
 
 @public

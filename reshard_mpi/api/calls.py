@@ -132,7 +132,7 @@ def run(
     request: Request,
     processes: int,
     communicator: Any,
-    work: Task = Task.CONVERT,
+    task: Task = Task.CONVERT,
     *,
     progress: OnProgress | None = None,
 ) -> Report:
@@ -144,24 +144,24 @@ def run(
     Raises the error that refused the run, or one for what has failed in it.
     """
     begin = time.monotonic()
-    outcome = outcome_of(request, processes, communicator, work, progress=progress)
+    outcome = outcome_of(request, processes, communicator, task, progress=progress)
     return Report.of(outcome, time.monotonic() - begin)
 
 
 def outcome_of(
-    request: Request, processes: int, communicator: Any, work: Task, *, progress: OnProgress | None = None
+    request: Request, processes: int, communicator: Any, task: Task, *, progress: OnProgress | None = None
 ) -> Outcome:
     """Do as `run`, and return all that has come out."""
     comm = SerialComm() if communicator is None else MPIComm(communicator)
-    require_same_options(comm, {"work": work.name, **request._asdict()})
+    require_same_options(comm, {"task": task.name, **request._asdict()})
     with shown_to(progress, comm) as shown:
         if processes > 1 and communicator is None:
-            outcome = run_with_workers(request, processes, shown, work)
+            outcome = run_with_workers(request, processes, shown, task)
         else:
-            outcome = work.run(request, comm, shown)
+            outcome = task.run(request, comm, shown)
     if communicator is None or communicator.Get_rank() == 0:
         log(outcome.notes, (*outcome.warnings, *map(told, formats.left_out().values())))
-    if work is Task.CONVERT and request.target_file is None and request.files is None:
+    if task is Task.CONVERT and request.target_file is None and request.files is None:
         outcome.raise_failures()
     elif outcome.failures:
         first = outcome.failures[0].named(alone=True)

@@ -102,7 +102,7 @@ class SourceCheckpoint:
         """
         return target if self.quantization is None else self.quantization.placing(target, "target", is_global=is_global)
 
-    def require_known(self, shards: Iterable[Manifest], is_cut: Callable[[str], bool]) -> None:
+    def require_known_scheme(self, shards: Iterable[Manifest], is_cut: Callable[[str], bool]) -> None:
         """Raise StrategyError if shards hold a tensor that is quantized and cut, and nothing says how it is quantized.
 
         Args:

@@ -125,8 +125,8 @@ def _world(options: argparse.Namespace) -> Iterator[comm.Comm]:
         yield group
 
 
-def _run(work: Task, options: argparse.Namespace, group: comm.Comm) -> Outcome:
-    """Do work in MPI ranks, in local processes, or in this one alone, and show its progress."""
+def _run(task: Task, options: argparse.Namespace, group: comm.Comm) -> Outcome:
+    """Do a task in MPI ranks, in local processes, or in this one alone, and show its progress."""
     jobs: int | None = options.jobs
     if group.size > 1 and (jobs or 1) > 1:
         raise UsageError(
@@ -140,8 +140,8 @@ def _run(work: Task, options: argparse.Namespace, group: comm.Comm) -> Outcome:
         if may_fork and (jobs or len(os.sched_getaffinity(0))) > 1:
             from reshard_mpi.runs.workers import run_with_workers
 
-            return run_with_workers(request(options), jobs, progress, work)
-        return work.run(request(options), group, progress)
+            return run_with_workers(request(options), jobs, progress, task)
+        return task.run(request(options), group, progress)
 
 
 def _shown(options: argparse.Namespace, group: comm.Comm) -> AbstractContextManager[Progress]:
@@ -267,8 +267,8 @@ def _ranks(options: argparse.Namespace) -> None:
 def _verify(options: argparse.Namespace) -> int:
     from reshard_mpi.runs.request import Task
 
-    work = Task.VERIFY_ALONE if options.target is None else Task.VERIFY_PAIR
-    return DamageError.exit_code if _finds(work, "damage", options, verified) else 0
+    task = Task.VERIFY_ALONE if options.target is None else Task.VERIFY_PAIR
+    return DamageError.exit_code if _finds(task, "damage", options, verified) else 0
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -332,8 +332,8 @@ def _audit(options: argparse.Namespace) -> int:
     return 0 if report.is_sound(strict=options.strict) else DamageError.exit_code
 
 
-def _finds(work: Task, what: str, options: argparse.Namespace, sound: Callable[[Outcome, float], str]) -> bool:
-    """Do work that compares, and print its findings; tell whether there are any.
+def _finds(task: Task, what: str, options: argparse.Namespace, sound: Callable[[Outcome, float], str]) -> bool:
+    """Do a task that compares, and print its findings; tell whether there are any.
 
     Args:
         what: each of its findings is.
@@ -341,7 +341,7 @@ def _finds(work: Task, what: str, options: argparse.Namespace, sound: Callable[[
     """
     begin = time.monotonic()
     with _world(options) as group:
-        outcome = _run(work, options, group)
+        outcome = _run(task, options, group)
         if group.rank == 0:
             tell(outcome, options)
             for failure in outcome.failures:

@@ -105,7 +105,7 @@ class Reduction:
 
 # If axes change places, runs of the source are read one by one, unless they are too short.
 _MIN_RUN_BYTES = 1024
-# So are long ones that go straight to their places, if the region spans this many times its own size.
+# Long runs that go straight to their places are read one by one as well, if the region spans this many times its size.
 _MIN_RUN_APART_BYTES, _FAR_APART = 4096, 2
 # Reading as much as this takes about as long as a call.
 _WIDE_GAP_BYTES = 8192

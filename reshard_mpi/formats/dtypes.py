@@ -1,4 +1,4 @@
-"""Define element types: sizes, and names in numpy and MindSpore (`DType`)."""
+"""Define element types (`DType`): sizes, names in numpy and MindSpore; read and make single numbers."""
 
 from __future__ import annotations
 

@@ -70,7 +70,9 @@ class FormatInfo(NamedTuple):
     pointer_files: tuple[str, ...] = ()
     # whether other programs use these names too, so that they count only where they lead to a checkpoint of the format
     pointers_are_common: bool = False
-    is_folder: bool = False  # a checkpoint is a folder whose files an index lists (see `protocol.FolderFormat`)
+    # whether a checkpoint is a folder that is opened as a whole: an index, or the names of its files, tell which belong
+    # to it (see `protocol.FolderFormat`)
+    is_folder: bool = False
     # whether a folder tells which files it should have; if not, the user must say how many
     knows_file_count: bool = True
     # whether people save the parts of a training's state, such as model and optimizer, in files or folders of their own
@@ -80,12 +82,12 @@ class FormatInfo(NamedTuple):
     holds_model_alone: bool = False
     joins_by_strategy: bool = False  # a source strategy may say how slices in its files join, which these may not say
     packs: bool = False  # files have parts of tensors as its framework lays them out (`protocol.PackingFormat`)
-    names_parts: bool = False  # which its files list by name, so that each file can be compared with its parts
+    names_parts: bool = False  # its files list the parts by name, so that each file can be compared with its parts
     needs: tuple[str, ...] = ()  # names of options that its targets need, and no others take
     takes: tuple[str, ...] = ()  # names of further options that they take
     describes_itself: bool = False  # a shard states its rank and how its checkpoint is sharded
     has_crc: bool = False  # a shard can be sealed with a checksum of the whole file
-    crc_counts_scalars: bool = False  # which counts scalars of whole numbers (see `manifest.is_in_crc`)
+    crc_counts_scalars: bool = False  # that checksum counts scalars of whole numbers (see `manifest.is_in_crc`)
     sums_payloads: bool = False  # sealing a shard reads its payloads, whatever is asked for
     keeps_sums: bool = False  # a shard has a place for sums of its tensors
     keeps_strings: bool = True  # it has a place for strings

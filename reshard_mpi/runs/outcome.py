@@ -329,7 +329,7 @@ class Overflow(NamedTuple):
     elements: int
 
 
-def joined(overflows: Iterable[Overflow]) -> tuple[Overflow, ...]:
+def joined_overflows(overflows: Iterable[Overflow]) -> tuple[Overflow, ...]:
     """Return one record for each tensor of one type, with the elements of all its records."""
     elements = Counter[tuple[str, str]]()
     for overflow in overflows:
@@ -341,7 +341,7 @@ def overflow_warnings(targets: Iterable[Iterable[Overflow]]) -> Iterator[str]:
     """Yield warnings on the overflows of all targets, one for each tensor."""
     records = [overflow for target in targets for overflow in target]
     in_targets = Counter((tensor, dtype) for tensor, dtype, _ in records)
-    totals = joined(records)
+    totals = joined_overflows(records)
     for tensor, dtype, elements in totals[:_MAX_TOLD]:
         are, targets_of_it = "is" if elements == 1 else "are", in_targets[tensor, dtype]
         where = f", in {targets_of_it} targets together," if targets_of_it > 1 else ""

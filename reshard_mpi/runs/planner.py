@@ -137,7 +137,7 @@ class Planner:
         try:
             opened = self.opener.open(target_rank)
             if self.mapped is None and not self.is_one_checkpoint:
-                self.source.require_known(opened.manifests.values(), opened.is_cut)
+                self.source.require_known_scheme(opened.manifests.values(), opened.is_cut)
             require_same_network(self.planned_source.strategy, opened.manifests.values())
             if self.policy.strict:
                 require_nothing_left_out(opened.manifests)

@@ -378,10 +378,8 @@ class RunMemory:
         if self._lease is not None:
             self._lease.forbid_starting_over()
 
-    def share_out(self, jobs: int, parameters: int) -> int:
-        """Wait for the memory to fork workers; return how many: `jobs`, or as many as fit, but one at least.
-
-        This process keeps its memory from now on.
+    def reserve_for_workers(self, jobs: int, parameters: int) -> int:
+        """Wait for the memory to fork workers, and keep it; return how many fit: `jobs` or fewer, but one at least.
 
         Args:
             parameters: how many the strategies list, which is how many tensors each worker plans.

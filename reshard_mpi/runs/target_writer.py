@@ -21,7 +21,7 @@ from reshard_mpi.journal.publication import Publication
 from reshard_mpi.journal.target_records import TensorSum
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.runs.outcome import Outcome, Overflow, TargetReport, attempt, joined
+from reshard_mpi.runs.outcome import Outcome, Overflow, TargetReport, attempt, joined_overflows
 from reshard_mpi.runs.process_memory import RunMemory
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.target_plans import TargetPlans
@@ -333,7 +333,7 @@ class Writer:
             leased_bytes=self._plans.peak_bytes_of(together or (rank,)),
             process=self._comm.rank,
             processes=len(filled),
-            overflows=joined(overflow for part in filled for overflow in part.overflows),
+            overflows=joined_overflows(overflow for part in filled for overflow in part.overflows),
         )
         self._progress.closed(plan.written_bytes)
         self._progress.finished(report)

@@ -71,10 +71,10 @@ def run_with_workers(
     request: Request,
     jobs: int | None,
     progress: Progress,
-    work: Task = Task.CONVERT,
+    task: Task = Task.CONVERT,
     caller: Channel | None = None,
 ) -> Outcome:
-    """Do `work` in `jobs` local processes; return their common outcome.
+    """Do `task` in `jobs` local processes; return their common outcome.
 
     Args:
         jobs: None for one on each core, but no more than are useful. If fewer than `jobs` are started, a note in the
@@ -86,14 +86,14 @@ def run_with_workers(
     targets it has not made.
     """
     if not _may_fork():
-        return _run_elsewhere(request, jobs, progress, work)
+        return _run_elsewhere(request, jobs, progress, task)
     with RunMemory(lambda: request.allowance, SerialComm(), progress) as memory:
         memory.reserve_for_reading(request, None, f"reading the strategies of {request.source}")
         # Workers that are forked know what this has listed.
-        list_object_stores(request, is_target_read=work is not Task.CONVERT)
+        list_object_stores(request, is_target_read=task is not Task.CONVERT)
         strategies = _read(request)
-        work.load()  # once, before workers are forked
-        size, notes = _workers_to_start(request, jobs, work, strategies, memory)
+        task.load()  # once, before workers are forked
+        size, notes = _workers_to_start(request, jobs, task, strategies, memory)
         workers: list[_Worker] = []
         counts = SharedCounts(size)
 
@@ -101,7 +101,7 @@ def run_with_workers(
             register_worker(memory.governor())
             channel.send(("there", None))
             progress = Progress(PipeDisplay(channel, begins=rank == 0), counts.of(rank))
-            return work.run(request, PipeComm(channel, rank, size), progress, strategies)
+            return task.run(request, PipeComm(channel, rank, size), progress, strategies)
 
         stopped = True
         # Signals to stop are held back while workers are started or ended, so that none of them is forgotten.
@@ -125,19 +125,19 @@ def run_with_workers(
 
 
 def _workers_to_start(
-    request: Request, jobs: int | None, work: Task, strategies: Strategies, memory: RunMemory
+    request: Request, jobs: int | None, task: Task, strategies: Strategies, memory: RunMemory
 ) -> tuple[int, tuple[str, ...]]:
     """Return how many workers to start, as many as there is memory for, and notes if they are fewer than asked for."""
     targets = len(request.rank) if request.rank else strategies.target.world_size
     notes: tuple[str, ...] = ()
     if jobs is None:
         size = processes_by_default(targets)
-    elif work in (Task.VERIFY_ALONE, Task.VERIFY_PAIR):
-        size, notes = processes_of_use(jobs, _count_shards(request, work) or 1, "shard", together=False)
+    elif task in (Task.VERIFY_ALONE, Task.VERIFY_PAIR):
+        size, notes = processes_of_use(jobs, _count_shards(request, task) or 1, "shard", together=False)
     else:  # several processes compare the tensors of two checkpoints
         size, notes = processes_of_use(jobs, targets, "target", together=True)
     parameters = max(len(strategies.target.parameters), len(strategies.source.parameters) if strategies.source else 0)
-    useful, size = size, memory.share_out(size, parameters)
+    useful, size = size, memory.reserve_for_workers(size, parameters)
     if size < useful and jobs is not None:
         notes = (*notes, f"{size} of {useful} processes were started: there can be no memory for more at once")
     return size, notes
@@ -148,10 +148,10 @@ def parent_main(*descriptors: int) -> None:
     exit_when_terminated()
     channel = Channel(*descriptors)
     with ends_quietly():
-        request, jobs, work = channel.receive()
+        request, jobs, task = channel.receive()
         try:
             with monitored(PipeDisplay(channel), SerialComm()) as progress:
-                result: Outcome | ReshardError = run_with_workers(request, jobs, progress, work, channel)
+                result: Outcome | ReshardError = run_with_workers(request, jobs, progress, task, channel)
         except ReshardError as error:
             result = error
         channel.send(("result", result))
@@ -169,18 +169,18 @@ def _read(request: Request) -> Strategies:
         raise as_reshard_error(error) from error
 
 
-def _count_shards(request: Request, work: Task) -> int:
+def _count_shards(request: Request, task: Task) -> int:
     """Return how many shards there are to verify; 0 if that is unknown, for which the workers will raise an error."""
     from reshard_mpi.checkpoints import discovery
 
     try:
-        files = request.shard_files() if work is Task.VERIFY_ALONE else discovery.find_shards(request.target)
+        files = request.shard_files() if task is Task.VERIFY_ALONE else discovery.find_shards(request.target)
         return len(files.by_rank)
     except (ReshardError, OSError):
         return 0
 
 
-def _run_elsewhere(request: Request, jobs: int | None, progress: Progress, work: Task) -> Outcome:
+def _run_elsewhere(request: Request, jobs: int | None, progress: Progress, task: Task) -> Outcome:
     """Have a fresh interpreter be the parent of the workers."""
     import subprocess
 
@@ -194,7 +194,7 @@ def _run_elsewhere(request: Request, jobs: int | None, progress: Progress, work:
     )
     theirs.close()
     try:
-        ours.send((request, jobs, work))
+        ours.send((request, jobs, task))
         while True:
             kind, value = ours.receive()
             if kind == "result":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reshard_mpi.runs.outcome import Outcome, Overflow, TargetReport, joined, overflow_warnings
+from reshard_mpi.runs.outcome import Outcome, Overflow, TargetReport, joined_overflows, overflow_warnings
 
 
 def target(rank: int, *overflows: Overflow) -> TargetReport:
@@ -11,7 +11,7 @@ def target(rank: int, *overflows: Overflow) -> TargetReport:
 
 def test_processes_that_fill_a_target_together() -> None:
     parts = [Overflow("x", "float16", 3), Overflow("y", "bfloat16", 1), Overflow("x", "float16", 9)]
-    assert joined(parts) == (Overflow("x", "float16", 12), Overflow("y", "bfloat16", 1))
+    assert joined_overflows(parts) == (Overflow("x", "float16", 12), Overflow("y", "bfloat16", 1))
 
 
 def test_one_line_for_a_tensor() -> None:
