@@ -298,6 +298,8 @@ class _Read(NamedTuple):
     def judged(self, request: Request) -> tuple[list[str], list[Finding]]:
         """Judge all without definitions of models; return the names of the evidence, and the findings."""
         opened, contents, previous = self.opened, self.contents, self.previous
+        by_name = {content.name: content for content in contents}
+        as_constructed = self.state.as_constructed(by_name)
         has_sums = bool(self.commit.sums) or any(shard.by for shard in self.summed.checked)
         by = [_STRUCTURE, *([_SUMS] if has_sums else []), _VALUES, *([_STATE] if self.state.tensors else [])]
         by += [f"the norms of {request.before}"] if previous is not None else []
@@ -307,8 +309,8 @@ class _Read(NamedTuple):
             *_of_sums(self.summed, self.summed_files, opened),
             *self.unlike_commit,
             *self.unreadable,
-            *value_findings(contents, opened.place, opened.roles),
-            *self.state.findings(opened, {content.name: content for content in contents}),
+            *value_findings([each for each in contents if each.name not in as_constructed], opened.place, opened.roles),
+            *self.state.findings(opened, by_name),
             *self.unlike_weights,
             *([] if previous is None else previous.changed_norms(contents, opened)),
         ]

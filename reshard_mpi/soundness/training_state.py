@@ -148,17 +148,40 @@ class StateOfParameters(NamedTuple):
                 if lacking:
                     yield name, sorted(lacking)
 
-    def _other_steps(self, opened: AuditedCheckpoint, contents: Mapping[str, TensorContent]) -> Iterator[Finding]:
-        """Yield the steps of parameters that are not the step of most that their optimizer has."""
+    def as_constructed(self, contents: Mapping[str, TensorContent]) -> frozenset[str]:
+        """Return the names of state that is still as torch's Adagrad makes it with itself: step 0, and one `sum`.
+
+        It has no other state, and makes it for parameters that are frozen or never have a gradient as well.
+
+        Args:
+            contents: of the tensors that could be read, by name.
+        """
+        steps, names = self._steps(contents), set[str]()
+        for own in self.tensors.values():
+            for name in own.values():
+                step = f"{name.removesuffix('.sum')}.step"
+                content = contents.get(name)
+                if name.endswith(".sum") and steps.get(step) == 0 and content is not None and content.is_constant:
+                    names |= {name, step}
+        return frozenset(names)
+
+    def _steps(self, contents: Mapping[str, TensorContent]) -> dict[str, float]:
+        """Return the steps of parameters by name."""
         steps = dict(self.steps)
         for own in self.tensors.values():
             for name in own.values():
                 content = contents.get(name)
                 if kind_of(name) is TensorKind.STEP and content is not None and content.size == 1:
                     steps[name] = float(content.least if content.least is not None else float("nan"))
+        return steps
+
+    def _other_steps(self, opened: AuditedCheckpoint, contents: Mapping[str, TensorContent]) -> Iterator[Finding]:
+        """Yield the steps of parameters that are not the step of most that their optimizer has."""
+        as_constructed = self.as_constructed(contents)
         by_optimizer: defaultdict[str, dict[str, float]] = defaultdict(dict)
-        for name, step in steps.items():
-            by_optimizer[_optimizer_of(name) or ""][name] = step
+        for name, step in self._steps(contents).items():
+            if name not in as_constructed:
+                by_optimizer[_optimizer_of(name) or ""][name] = step
         for of_one in by_optimizer.values():
             ((usual, _),) = Counter(of_one.values()).most_common(1)
             for name, step in of_one.items():

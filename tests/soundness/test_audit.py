@@ -295,6 +295,24 @@ def test_state_by_numbers_is_its_parameters(tmp_path: Path) -> None:
     assert audited(tmp_path / "values.pt") == {("step", "optimizer.state.1.step")}
 
 
+@pytest.mark.parametrize("start", few(1, [0.0, 0.1]))
+@pytest.mark.parametrize("as_values", [False, True], ids=["tensors", "values"])
+def test_state_that_adagrad_makes_with_itself(tmp_path: Path, start: float, as_values: bool) -> None:
+    """Of parameters that are frozen, or have no gradient. start: Adagrad's initial_accumulator_value."""
+    drawn = partial(tensor_of, np.random.default_rng(0))
+    model = {f"layers.{layer}.w": drawn(4, 3) for layer in range(4)}
+    state: dict[int, dict[str, Any]] = {
+        number: {"step": 5 if as_values else drawn(value=5), "sum": drawn(4, 3)} for number in range(4)
+    }
+    state[1] = {"step": 0 if as_values else drawn(value=0), "sum": drawn(4, 3, value=start)}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1, 2, 3]}]}
+    torch_peer.save(tmp_path / "sound.pt", {"model": model, "optimizer": optimizer})
+    assert audited(tmp_path / "sound.pt") == set()
+    state[2] |= {"step": 0 if as_values else drawn(value=0)}
+    torch_peer.save(tmp_path / "step.pt", {"model": model, "optimizer": optimizer})
+    assert audited(tmp_path / "step.pt") == {("step", "optimizer.state.2.step")}
+
+
 @pytest.mark.parametrize("key", few(1, ["model", "net"]))
 def test_a_parameter_whose_name_is_the_whole_name_of_another(tmp_path: Path, key: str) -> None:
     drawn = partial(tensor_of, np.random.default_rng(0))
