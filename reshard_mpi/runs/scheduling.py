@@ -10,6 +10,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from reshard_mpi.errors import DisagreementError, LayoutError
+from reshard_mpi.groups import grouped
 from reshard_mpi.planning.source_tensors import SourceTensors
 from reshard_mpi.runs.planner import Planner
 from reshard_mpi.sharding.layout import Layout
@@ -132,9 +133,7 @@ def divide(weights: Mapping[int, int], hosts: Sequence[object]) -> list[Assignme
             the host finish at the same time.
     """
     weights = {target: max(1, weight) for target, weight in weights.items()}
-    by_host: dict[object, list[int]] = {}
-    for process, host in enumerate(hosts):
-        by_host.setdefault(host, []).append(process)
+    by_host = grouped((host, process) for process, host in enumerate(hosts))
     turns = sorted((turn, process) for processes in by_host.values() for turn, process in enumerate(processes))
     assigned = assign(weights, [process for _, process in turns])
     works = [Assignment()] * len(hosts)

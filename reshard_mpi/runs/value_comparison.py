@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard_mpi.groups import grouped
 from reshard_mpi.mapping.tensor_kinds import TensorKind, kind_of
 from reshard_mpi.text import beginning, counted, json_number, one_line
 
@@ -133,9 +134,7 @@ class ValueComparison(NamedTuple):
 
     def by_kind(self) -> tuple[_KindSummary, ...]:
         """Return a summary for each kind of tensors."""
-        of_kind: dict[TensorKind, list[TensorComparison]] = {}
-        for tensor in self.tensors:
-            of_kind.setdefault(tensor.kind, []).append(tensor)
+        of_kind = grouped((tensor.kind, tensor) for tensor in self.tensors)
         return tuple(_summary(kind, of_kind[kind]) for kind in TensorKind if kind in of_kind)
 
     def as_json(self, top: int | None = None) -> dict[str, Any]:
