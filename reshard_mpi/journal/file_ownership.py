@@ -425,8 +425,7 @@ def _remove_partial_files(folder: Folder, state: Folder, earlier: RunIdentity) -
 def _target_files(identity: RunIdentity) -> Iterator[str]:
     """Yield the paths of all targets of a run, relative to the target folder."""
     targets, prefix = identity.target_ranks, str(identity.facts.get("prefix", ""))
-    for rank in range(targets):
-        yield formats.target_file(identity.format, rank, targets, prefix)
+    return (formats.target_file(identity.format, rank, targets, prefix) for rank in range(targets))
 
 
 def _records(state: Path) -> Iterator[RecordHead]:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from reshard_mpi.groups import grouped
 from reshard_mpi.pictures.figures import DrawnBlock, DrawnMove, Figures, Flow, Panel, Shards, TensorCut, is_at_front
 from reshard_mpi.pictures.scene import (
     EMPTY,
@@ -70,14 +71,12 @@ class _Grounds:
 
     def __init__(self, cut: TensorCut) -> None:
         self._sources = cut.sources
-        self._held = defaultdict[tuple[int, int], list[DrawnBlock]](list)
+        blocks = [(number, block) for number, panel in enumerate(cut.sources) for block in panel.blocks]
+        self._held = grouped(((number, holder), block) for number, block in blocks for holder in block.holders)
         self._first_blocks: dict[tuple[str, int], DrawnBlock] = {}
-        for number, panel in enumerate(cut.sources):
-            for block in panel.blocks:
-                for holder in block.holders:
-                    self._held[number, holder].append(block)
-                if block.holders:
-                    self._first_blocks.setdefault((panel.name, block.holders[0]), block)
+        for number, block in blocks:
+            if block.holders:
+                self._first_blocks.setdefault((cut.sources[number].name, block.holders[0]), block)
         in_order = sorted(cut.moves, key=lambda move: move.region.start)
         loose = [(move.tensor, move.source) for move in in_order if move.panel is None and move.source is not None]
         keys = list(dict.fromkeys((*self._first_blocks, *loose)))

@@ -136,8 +136,7 @@ def _shared_regions(alternatives: Iterable[tuple[TensorPart, ...]]) -> Iterator[
             for part in parts
             if (shared := region.intersect(part.region)) is not None
         ]
-    for region, same in regions:
-        yield region, tuple(part._replace(region=region) for part in same)
+    return ((region, tuple(part._replace(region=region) for part in same)) for region, same in regions)
 
 
 def partition_for(all_alike: Sequence[ReplicaGroup], process: int, processes: int) -> Iterator[ReplicaGroup]:

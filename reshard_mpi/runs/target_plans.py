@@ -114,6 +114,7 @@ class TargetPlans:
         peak_bytes: for each of them, the memory that writing it is projected to take.
         further_bytes: for each that reads short parts of objects, the memory that it adds when it is written beside
             others.
+        unrecorded_ranks: source ranks from which its verified targets take more than tensors with recorded sums.
         report: what the other processes are told of the plans.
     """
 
@@ -128,7 +129,7 @@ class TargetPlans:
         self.inputs: dict[int, TargetInputs] = {}
         self.peak_bytes: dict[int, int] = {}
         self.further_bytes: dict[int, int] = {}
-        self._unrecorded_ranks: set[int] = set()
+        self.unrecorded_ranks: set[int] = set()
         self.report = PlanReport()
         self._comm = comm
         self._memory = memory
@@ -208,7 +209,7 @@ class TargetPlans:
                 self.further_bytes[rank] = self._memory.projection.further_bytes(plan)
         if request.verify:
             sums = self.recorded_sums
-            self._unrecorded_ranks |= {*plan.read_ranks} if sums is None else sums.unknown_ranks(plan)
+            self.unrecorded_ranks |= {*plan.read_ranks} if sums is None else sums.unknown_ranks(plan)
         self._keep(plan)
         self._written_bytes[rank] = plan.written_bytes
         if not leads:
@@ -301,10 +302,6 @@ class TargetPlans:
         from reshard_mpi.runs.recorded_runs import RecordedSums
 
         return RecordedSums(self.run.planner.source.files)
-
-    def unrecorded_ranks(self) -> set[int]:
-        """Return source ranks from which this process's verified targets take more than tensors with recorded sums."""
-        return self._unrecorded_ranks
 
     def placed(self, stage: int) -> dict[int, dict[str, str]]:
         """Return what strategies place on target ranks of `stage` (see `RankPlan.placed`); of equal ranks, only one."""

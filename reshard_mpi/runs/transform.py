@@ -113,7 +113,7 @@ def checked_plans(
         if not plans.run.request.verify:
             return plans, planned
         sizes = {rank: size for share in together(comm, plans.size_by_read_rank) for rank, size in share.items()}
-        to_read = set[int]().union(*together(comm, plans.unrecorded_ranks))
+        to_read = set[int]().union(*comm.allgather(plans.unrecorded_ranks))
         to_check = {rank: sizes[rank] for rank in sorted(sizes.keys() - checked)}
         shares = together(comm, partial(_check_sources, plans, to_check, to_read, comm, memory, progress))
         if not any(shares):

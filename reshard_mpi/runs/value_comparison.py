@@ -164,10 +164,9 @@ class ValueComparison(NamedTuple):
         lines = [*_table(rows)] if rows else []
         if len(differing) > top:
             lines.append(f"{len(differing) - top} more tensors differ (--top N lists N)")
-        for summary in self.by_kind():
-            lines.append(_summary_line(summary))
-        for value in self.values[:_MOST_VALUES]:
-            lines.append(f"{value.name}: {_shown(value.first)} and {_shown(value.second)}")
+        lines += map(_summary_line, self.by_kind())
+        values = self.values[:_MOST_VALUES]
+        lines += (f"{value.name}: {_shown(value.first)} and {_shown(value.second)}" for value in values)
         if len(self.values) > _MOST_VALUES:
             lines.append(f"{len(self.values) - _MOST_VALUES} more values beside the tensors differ (--json lists all)")
         lines += self.left_out

@@ -6,7 +6,7 @@ Each process reads its share of the tensors, and process 0 judges what all of th
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.checkpoints.discovery import find_shards
@@ -82,7 +82,8 @@ def audit(
     # The configuration of the model without quantization does not say how the checkpoint is quantized.
     named = str(config.path) if config is not None and config.is_asked_for and config.is_quantized else None
     request = request._replace(config=named)
-    with _model_process(config if comm.rank == 0 else None) as model:
+    # It finds the definition of the model while the checkpoint is read.
+    with nullcontext() if config is None or comm.rank else closing(ModelProcess(config)) as model:
         try:
             files = agreed(request.shard_files, comm)
         except _OF_FILES as error:
@@ -115,12 +116,14 @@ def audit(
                 elif definition is not None:
                     by.append(definition.origin)
                     found += _by_definition(definition, config, own, digests, opened)
-            checked = _checked(opened, read.contents, tuple(by))
+            tensors = opened.plan.tensors
+            read_bytes = sum(tensors[opened.numbers[content.name]].spec.size_bytes for content in read.contents)
+            checked = Checked(0, opened.source.files.path, len(read.contents), read_bytes, tuple(by))
             findings = worst_first(found, request.allow)
             norms = _norms(read.contents) if request.norms else ()
             warnings = (*opened.outcome.other_warnings, *read.commit.warnings)
             outcome = opened.outcome._replace(notes=tuple(notes), other_warnings=warnings)
-            return outcome._replace(findings=findings, checked=checked, norms=norms)
+            return outcome._replace(findings=findings, checked=(checked,), norms=norms)
 
         return Outcome(processes=comm.size).joined(comm.allgather(agreed(judged, comm)))
 
@@ -129,11 +132,6 @@ def _config(request: Request) -> ModelConfig | None:
     if request.config is not None:
         return ModelConfig.named(request.config)
     return None if request.like is not None else ModelConfig.beside(request.source)
-
-
-def _model_process(config: ModelConfig | None) -> AbstractContextManager[ModelProcess | None]:
-    """Return a context with the process that finds the definition of a model while the checkpoint is read."""
-    return nullcontext() if config is None else closing(ModelProcess(config))
 
 
 def _by_definition(
@@ -410,9 +408,3 @@ def _norms(contents: Sequence[TensorContent]) -> tuple[TensorNorm, ...]:
     return tuple(
         TensorNorm(content.name, content.norm, f"{content.dtype} {list(content.shape)}") for content in contents
     )
-
-
-def _checked(opened: AuditedCheckpoint, contents: Sequence[TensorContent], by: tuple[str, ...]) -> tuple[Checked, ...]:
-    tensors = opened.plan.tensors
-    read_bytes = sum(tensors[opened.numbers[content.name]].spec.size_bytes for content in contents)
-    return (Checked(0, opened.source.files.path, len(contents), read_bytes, by),)
