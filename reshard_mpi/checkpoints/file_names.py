@@ -294,9 +294,8 @@ def _warnings(files: Mapping[int, Path], path: str) -> Iterator[str]:
 
 def _numbers_that_differ(names: Mapping[int, _Name]) -> Iterator[int]:
     """Yield which of the numbers in names of the same words are not the same in all."""
-    for number, values in enumerate(zip(*(name.numbers for name in names.values()))):
-        if len(set(values)) > 1:
-            yield number
+    numbers = enumerate(zip(*(name.numbers for name in names.values())))
+    return (number for number, values in numbers if len(set(values)) > 1)
 
 
 def _first_other(names: Mapping[int, _Name], number: int) -> int:

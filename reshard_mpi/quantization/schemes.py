@@ -299,14 +299,6 @@ def _awq(settings: _Settings) -> list[SchemeGroup]:
     return [SchemeGroup(Scheme("awq", "awq", bits, block, not settings.flag("zero_point", True)))]
 
 
-def _mxfp4(_: _Settings) -> list[SchemeGroup]:
-    return [SchemeGroup(Scheme("mxfp4", "mxfp4", 4, (1, _MX_GROUP)))]
-
-
-def _fbgemm(_: _Settings) -> list[SchemeGroup]:
-    return [SchemeGroup(Scheme("fbgemm_fp8", "fp8", block=(1, 0)))]
-
-
 def _modelopt(settings: _Settings) -> list[SchemeGroup]:
     """Return the groups of `quantized_layers` (mixed precision), or one for all modules."""
     layers = settings.mapping("quantized_layers")
@@ -376,10 +368,10 @@ def _compressed_scheme(weights: _Settings, layout: str) -> Scheme:
 
 _READERS: dict[str, Callable[[_Settings], list[SchemeGroup]]] = {
     "fp8": _fp8,
-    "fbgemm_fp8": _fbgemm,
+    "fbgemm_fp8": lambda _: [SchemeGroup(Scheme("fbgemm_fp8", "fp8", block=(1, 0)))],
     "gptq": _gptq,
     "awq": _awq,
-    "mxfp4": _mxfp4,
+    "mxfp4": lambda _: [SchemeGroup(Scheme("mxfp4", "mxfp4", 4, (1, _MX_GROUP)))],
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
     "modelopt_fp8": _modelopt,

@@ -143,7 +143,9 @@ class Writer:
             if self._run.is_streamed:
                 self._choose_place(publication, plan)
             manifest = self.reserve(publication, plan)
-            recorded = self._recorded(plan, manifest)
+            # tensors that are verified by sums which their sources have in an object store
+            sums_in_store = self._plans.recorded_sums
+            recorded = [] if sums_in_store is None else sums_in_store.tensors(plan.tensors, manifest)
             staging = self._staged(publication, plan, manifest, recorded)
             descriptor = publication.descriptor
             if reading is not None:
@@ -247,11 +249,6 @@ class Writer:
         assert isinstance(publication, ObjectPublication)
         if any(is_transposed(group.tensor(0), self._limits) for group in plan.tensors.groups):
             publication.move_to_disk()
-
-    def _recorded(self, plan: RankPlan, manifest: Manifest) -> list[RecordedTensor]:
-        """Return the tensors of a target that is verified by sums which their sources have in an object store."""
-        sums = self._plans.recorded_sums
-        return [] if sums is None else sums.tensors(plan.tensors, manifest)
 
     def _staged(
         self, publication: Publication, plan: RankPlan, manifest: Manifest, recorded: Sequence[RecordedTensor]
