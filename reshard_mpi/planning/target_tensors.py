@@ -192,13 +192,7 @@ class TargetTensors:
             from reshard_mpi.planning.gradient_joining import GradientJoining
 
             self.joining = GradientJoining(
-                policy.accumulated,
-                source,
-                self.tensors,
-                target_rank,
-                manifests,
-                lost,
-                keeps_errors=policy.allows_holes,
+                policy.accumulated, source, self.tensors, target_rank, manifests, lost, keeps_errors=policy.allows_holes
             )
         taken: GradientShare | ReshardError = GradientShare.TAKEN
         for name in self.tensors.names:
