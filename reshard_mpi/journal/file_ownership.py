@@ -162,9 +162,8 @@ def _are_all_in_place(folder: Path, identity: RunIdentity) -> bool:
     if "target_ranks" not in identity.facts:  # as in records of earlier versions
         return False
     files, endings = dict(enumerate(_target_files(identity))), formats.info(identity.format).suffixes
-    for name in {*names(folder)}.difference(files.values()):
-        if name.endswith(endings):
-            return False
+    if any(name.endswith(endings) for name in {*names(folder)}.difference(files.values())):
+        return False
     return all(is_in_place(folder, identity, rank, file) for rank, file in files.items())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -240,16 +239,14 @@ def _target(
     cut: TensorCut, frame: _TensorFrame, targets: Shards, sources: Shards, grounds: _Grounds
 ) -> Iterator[Rectangle | TextLine]:
     yield from _empty(frame, cut.target)
-    by_target = defaultdict[int, list[DrawnMove]](list)
-    for move in cut.moves:
-        by_target[move.target].append(move)
+    by_target = grouped((move.target, move) for move in cut.moves)
     frames: list[Rectangle | TextLine] = []
     drawn = 0
     for block in cut.target.blocks:
         if not block.box.size:
             continue
         x, y, width, height = frame.place(block.box)
-        all_moves = by_target[block.planned] if block.planned is not None else []
+        all_moves = by_target.get(block.planned, []) if block.planned is not None else []
         moves = [move for move in all_moves if is_at_front(move.region, cut.target.shown)]
         if block.pieces > 1:
             moves = [move._replace(region=block.box) for move in moves[:1]]

@@ -101,12 +101,12 @@ def audit(
         agreed(lambda: _require_same_weights(opened, previous, request), comm)
         if comm.rank == 0:
             progress.display.reading(opened.source.summary_text)
-        read = _Read.of(opened, of_copies, previous, request, comm, memory, progress)
+        read = _Read.of(opened, request, comm, memory, progress)
 
         def judged() -> Outcome:
             if comm.rank:
                 return opened.outcome
-            by, found = read.judged(request)
+            by, found = read.judged(opened, of_copies, previous, request)
             notes = [*opened.outcome.notes, *read.state.notes]
             digests = {} if request.map else {content.name: content.key for content in read.contents}
             of_model = (unchecked or (None if model is None else model.result()), shapes.logical)
@@ -249,8 +249,6 @@ def _require_same_weights(opened: AuditedCheckpoint, previous: _Previous | None,
 class _Read(NamedTuple):
     """What all processes together have read of a checkpoint, and found by that."""
 
-    opened: AuditedCheckpoint
-    of_copies: Sequence[Finding]
     summed: Outcome  # of holding the files against sums
     summed_files: ShardFiles
     contents: Sequence[TensorContent]
@@ -259,18 +257,10 @@ class _Read(NamedTuple):
     unlike_weights: Sequence[Finding]
     commit: CommittedSums
     unlike_commit: Sequence[Finding]
-    previous: _Previous | None
 
     @classmethod
     def of(
-        cls,
-        opened: AuditedCheckpoint,
-        of_copies: Sequence[Finding],
-        previous: _Previous | None,
-        request: Request,
-        comm: Comm,
-        memory: RunMemory,
-        progress: Progress,
+        cls, opened: AuditedCheckpoint, request: Request, comm: Comm, memory: RunMemory, progress: Progress
     ) -> _Read:
         """Read all files and values of a checkpoint whose copies have been compared. Every process must call this."""
         summed_files, summed = verify_by_sums(request, comm, memory, progress)
@@ -279,29 +269,19 @@ class _Read(NamedTuple):
         unlike_weights = _unlike_weights(opened, state, comm, progress)
         commit = agreed(lambda: commit_of(opened.source.files), comm)
         changed = _of_commit(contents, commit, opened, comm, progress)
-        return cls(
-            opened,
-            of_copies,
-            summed,
-            summed_files,
-            contents,
-            unreadable,
-            state,
-            unlike_weights,
-            commit,
-            unlike_commit=changed,
-            previous=previous,
-        )
+        return cls(summed, summed_files, contents, unreadable, state, unlike_weights, commit, changed)
 
-    def judged(self, request: Request) -> tuple[list[str], list[Finding]]:
+    def judged(
+        self, opened: AuditedCheckpoint, of_copies: Sequence[Finding], previous: _Previous | None, request: Request
+    ) -> tuple[list[str], list[Finding]]:
         """Judge all without definitions of models; return the names of the evidence, and the findings."""
-        opened, contents, previous = self.opened, self.contents, self.previous
+        contents = self.contents
         has_sums = bool(self.commit.sums) or any(shard.by for shard in self.summed.checked)
         by = [_STRUCTURE, *([_SUMS] if has_sums else []), _VALUES, *([_STATE] if self.state.tensors else [])]
         by += [f"the norms of {request.before}"] if previous is not None else []
         return by, [
             *opened.flaws(),
-            *self.of_copies,
+            *of_copies,
             *_of_sums(self.summed, self.summed_files, opened),
             *self.unlike_commit,
             *self.unreadable,
