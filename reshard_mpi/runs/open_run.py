@@ -424,8 +424,6 @@ def strategy_of(named: Sequence[Sequence[str]]) -> Strategy:
     Args:
         named: the names of the tensors in each file.
     """
-    parameters: dict[str, tuple[Placement, ...]] = {}
-    for stage, names in enumerate(named):
-        placement = (Placement((1,), stages=(stage,)),)
-        parameters |= dict.fromkeys(names, placement)
+    placements = ((Placement((1,), stages=(stage,)),) for stage in range(len(named)))
+    parameters = {name: placement for names, placement in zip(named, placements) for name in names}
     return Strategy(len(named), len(named), parameters)

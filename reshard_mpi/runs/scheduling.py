@@ -102,11 +102,8 @@ def _itemsizes_by_stage(planner: Planner) -> dict[int, dict[Layout, int]]:
             for placement in find_or_follow(planner.target, name, partial(tensors.same_shape, name)):
                 layout = tensors.layout(placement, group.shape)
                 itemsizes[layout] = itemsizes.get(layout, 0) + group.dtype.itemsize_bytes
-    by_stage: dict[int, dict[Layout, int]] = {}
-    for layout, itemsize in itemsizes.items():
-        for stage in layout.placement.stages:
-            by_stage.setdefault(stage, {})[layout] = itemsize
-    return by_stage
+    by_stage = grouped((stage, own) for own in itemsizes.items() for stage in own[0].placement.stages)
+    return {stage: dict(own) for stage, own in by_stage.items()}
 
 
 def assign(weights: Mapping[int, int], processes: Sequence[int]) -> dict[int, list[int]]:
