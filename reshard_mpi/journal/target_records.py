@@ -20,6 +20,7 @@ from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.filesystem.paths import is_object_path, rank_of_folder
 from reshard_mpi.filesystem.source_files import SourceFile, open_file, version_of
 from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.groups import grouped
 from reshard_mpi.journal import record_files
 from reshard_mpi.journal.provenance import (
     MAX_NS,
@@ -326,13 +327,12 @@ def joined_sums(parts: Iterable[Sequence[TensorSum]], names: Iterable[str]) -> t
     """
     from reshard_mpi.engine.checksums import sum_of_whole  # which loads a library for sums
 
-    values: defaultdict[str, list[int]] = defaultdict(list)
-    sums = {}
-    for part in parts:
-        for tensor_sum in part:
-            sums[tensor_sum.name] = tensor_sum
-            values[tensor_sum.name].append(tensor_sum.value)
-    return tuple(sums[name]._replace(value=sum_of_whole(values[name], _size_bytes(sums[name]))) for name in names)
+    of_parts = grouped((tensor_sum.name, tensor_sum) for part in parts for tensor_sum in part)
+
+    def joined(last: TensorSum, sums: Iterable[TensorSum]) -> TensorSum:
+        return last._replace(value=sum_of_whole((each.value for each in sums), _size_bytes(last)))
+
+    return tuple(joined(of_parts[name][-1], of_parts[name]) for name in names)
 
 
 def sums_of_wholes(shards: Mapping[int, Sequence[TensorSum]]) -> Iterator[tuple[str, int]]:
