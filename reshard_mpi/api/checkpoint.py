@@ -236,9 +236,7 @@ class Checkpoint(Mapping[str, Tensor]):
         place = self._places.get(name)
         if place is None:
             raise UnknownTensorError(
-                f"the checkpoint has no tensor {name!r}",
-                expected=_like(name, self._places),
-                where=self._path,
+                f"the checkpoint has no tensor {name!r}", expected=_like(name, self._places), where=self._path
             )
         number, index = place
         return Tensor(self, self._plan.tensors.groups[number], index)
@@ -280,9 +278,7 @@ class Checkpoint(Mapping[str, Tensor]):
             tree = values_beside(self, self._plan.strings)
         except NestError as error:
             raise ShardError(
-                "what a checkpoint holds beside its tensors cannot be read",
-                got=str(error),
-                where=self._path,
+                "what a checkpoint holds beside its tensors cannot be read", got=str(error), where=self._path
             ) from error
         return tree if isinstance(tree, dict) else {"": tree}
 

@@ -97,9 +97,7 @@ def digests_of(starts: Iterable[TensorPlan], limits: Limits) -> tuple[PrefixDige
     with Files() as files:
         return tuple(
             PrefixDigest(
-                start.spec.name,
-                hashlib.sha256(_content(start, files, limits)).hexdigest(),
-                start.reads[0].source_rank,
+                start.spec.name, hashlib.sha256(_content(start, files, limits)).hexdigest(), start.reads[0].source_rank
             )
             for start in starts
         )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi.errors import DisagreementError, SourceError
+from reshard_mpi.groups import grouped
 from reshard_mpi.text import first_few, natural_key
 
 # Of the words in a name, one of these says what the file is; the branch that it becomes, in the order of branches.
@@ -294,9 +295,8 @@ def _warnings(files: Mapping[int, Path], path: str) -> Iterator[str]:
 
 def _numbers_that_differ(names: Mapping[int, _Name]) -> Iterator[int]:
     """Yield which of the numbers in names of the same words are not the same in all."""
-    for number, values in enumerate(zip(*(name.numbers for name in names.values()))):
-        if len(set(values)) > 1:
-            yield number
+    numbers = enumerate(zip(*(name.numbers for name in names.values())))
+    return (number for number, values in numbers if len(set(values)) > 1)
 
 
 def _first_other(names: Mapping[int, _Name], number: int) -> int:
@@ -307,11 +307,9 @@ def _first_other(names: Mapping[int, _Name], number: int) -> int:
 
 def _by_wording(files: Mapping[int, Path]) -> dict[tuple[str, ...], dict[int, _Name]]:
     """Group the names of the files by their words; return each group by rank."""
-    groups: dict[tuple[str, ...], dict[int, _Name]] = {}
-    for rank, entry in files.items():
-        name = _parsed(entry.name)
-        groups.setdefault(name.words, {})[rank] = name
-    return groups
+    names = {rank: _parsed(entry.name) for rank, entry in files.items()}
+    by_words = grouped((name.words, (rank, name)) for rank, name in names.items())
+    return {words: dict(own) for words, own in by_words.items()}
 
 
 def _parsed(name: str) -> _Name:

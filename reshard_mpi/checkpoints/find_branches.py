@@ -5,7 +5,6 @@ Files that belong together have the same numbers in their names, of ranks or ste
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from reshard_mpi.errors import DisagreementError, ShardError, SourceError, told
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.registry import FormatInfo
+from reshard_mpi.groups import grouped
 from reshard_mpi.text import first_few, shortened
 
 _MAX_NAMED = 4
@@ -135,11 +135,8 @@ def loose_branches(files: ShardFiles) -> ShardFiles | None:
 
 def _by_moment(held: Branches) -> list[dict[str, list[Path]]]:
     """Group files by the numbers in their names; in each group, by branch."""
-    groups: defaultdict[tuple[int, ...], dict[str, list[Path]]] = defaultdict(dict)
-    for branch, paths in held.items():
-        for path in paths:
-            groups[numbers_of(path)].setdefault(branch, []).append(path)
-    return [*groups.values()]
+    by_numbers = grouped((numbers_of(path), (branch, path)) for branch, paths in held.items() for path in paths)
+    return [grouped(own) for own in by_numbers.values()]
 
 
 def _telling_file(files: ShardFiles, group: Branches) -> tuple[Manifest | None, str]:

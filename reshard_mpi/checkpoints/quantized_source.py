@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.open_files import Files
@@ -29,13 +29,6 @@ _FILES = ("config.json", "quantize_config.json", "quant_config.json", "hf_quant_
 _MOST_BYTES = 64 * MIB
 _MOST_DIMENSIONS = 8
 _MOST_DIGITS = 10
-
-
-class _Configuration(NamedTuple):
-    """How a checkpoint is quantized, as a file says. where: that file."""
-
-    content: Mapping[str, Any]
-    where: str
 
 
 def with_quantization(source: SourceCheckpoint) -> SourceCheckpoint:
@@ -80,40 +73,35 @@ def with_quantization(source: SourceCheckpoint) -> SourceCheckpoint:
     return source
 
 
-def _configuration(source: SourceCheckpoint) -> _Configuration | None:
-    """Return how a checkpoint is quantized; None if nothing says that it is."""
+def _configuration(source: SourceCheckpoint) -> tuple[Mapping[str, Any], str] | None:
+    """Return how a checkpoint is quantized, and the file that says so; None if nothing says that it is."""
+    for content, where in _contents(source):
+        if content is not None:
+            from reshard_mpi.quantization.schemes import quantization_config_of
+
+            said = quantization_config_of(content, where)
+            if said is not None:
+                return said, where
+    return None
+
+
+def _contents(source: SourceCheckpoint) -> Iterator[tuple[Mapping[str, Any] | None, str]]:
+    """Yield the contents of files that may say how a checkpoint is quantized, and these; what counts most first."""
     files = source.files
     if files.config is not None:
-        content = _content(Path(files.config))  # who reads it for a map says what is wrong with it
-        said = None if content is None else _said(content, files.config)
-        if said is not None:
-            return said
-    manifests = (source.find(rank) for rank in sorted(files.by_rank))
-    first = next((manifest for manifest in manifests if manifest is not None), None)
+        yield _content(Path(files.config)), files.config  # who reads it for a map says what is wrong with it
+    first = next(filter(None, map(source.find, sorted(files.by_rank))), None)
     if first is not None and first.strings:
-        in_file = _said({name: _value(text) for name, text in first.strings.items() if name != NEST}, first.path)
-        if in_file is not None:
-            return in_file
+        yield {name: _value(text) for name, text in first.strings.items() if name != NEST}, first.path
     own = Path(files.path)
     folders = (own if source_files.is_folder(own) else own.parent, Path(next(iter(files.by_rank.values()))[0]).parent)
     for path in (folder / name for folder in dict.fromkeys(folders) for name in _FILES):
-        content = _content(path)
-        beside = None if content is None else _said(content, str(path))
-        if beside is not None:
-            return beside
-    return None
+        yield _content(path), str(path)
 
 
 def _value(text: str) -> Any:
     """Return a text of a file; if it is a number, as other programs write `bits`, that number."""
     return int(text) if text.removeprefix("-").isdecimal() and len(text) < _MOST_DIGITS else text
-
-
-def _said(values: Mapping[str, Any], where: str) -> _Configuration | None:
-    from reshard_mpi.quantization.schemes import quantization_config_of
-
-    content = quantization_config_of(values, where)
-    return None if content is None else _Configuration(content, where)
 
 
 def _content(path: Path) -> Mapping[str, Any] | None:

@@ -8,7 +8,7 @@ a part. Nothing in a shard tells which, so it is compared with the shards in the
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +20,7 @@ from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.structure import is_file_name
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
+from reshard_mpi.groups import grouped
 from reshard_mpi.planning.comparison_choice import kind_of
 from reshard_mpi.planning.rank_plan import Check, Limits, ReadItem
 from reshard_mpi.planning.shared_facts import not_carried
@@ -200,9 +201,7 @@ def _type(entry: TensorEntry) -> str:
 
 def _chosen(tensors: Mapping[str, TensorEntry]) -> list[str]:
     """Return the names of the tensors to compare: one of each kind, the largest first, and others if there is room."""
-    kinds: dict[Hashable, list[str]] = {}
-    for name, entry in tensors.items():
-        kinds.setdefault((kind_of(name), entry.dtype, entry.shape), []).append(name)
+    kinds = grouped(((kind_of(name), entry.dtype, entry.shape), name) for name, entry in tensors.items())
     generator = _generator()
     first = [generator.choice(names) for names in kinds.values()]
     taken = set(first)

@@ -211,7 +211,7 @@ def in_its_rank(files: ShardFiles) -> ShardFiles:
 def _shards(folder: Path) -> list[Path]:
     try:
         return shards_in(folder, None)
-    except OSError:
+    except OSError:  # it is a file, or not to be looked into
         return []
 
 
@@ -238,7 +238,7 @@ def name_left_out(files: ShardFiles, folder: str, format_name: str | None) -> Sh
             if name.endswith(suffixes):
                 is_told = are_others_told and not (files.by_branch and branch_of_name(name) == LEFT_OUT)
                 return is_told or is_strategy(entry)
-            if rank_of_folder(name) is not None and _has_shards(entry):
+            if rank_of_folder(name) is not None and _shards(entry):
                 return True
             is_of_others = format_name is not None and formats.name_of(name) is not None
             return is_of_others or is_strategy(entry)
@@ -250,21 +250,20 @@ def name_left_out(files: ShardFiles, folder: str, format_name: str | None) -> Sh
     in_folders = [f"in {place} {names}" for place, names in below if names]
     more = f", and files in {counted(len(in_folders) - 1, 'more folder')}" if len(in_folders) > 1 else ""
     left_out = "; ".join(filter(None, (of_folder, *in_folders[:1]))) + more
-    if not left_out:
-        return files
-    warning = f"left out, though it lies in {folder} beside what is read: {left_out}"
-    return files._replace(left_out=left_out, warnings=(*files.warnings, warning))
+    return _with_left_out(files, left_out, f"{folder} beside what is read")
 
 
 def name_left_out_beside(files: ShardFiles, folder: str) -> ShardFiles:
     """Return files with a warning that names the files beside the folder of the latest checkpoint, in `folder`."""
     left_out = left_out_of_folder(folder, (), lambda name: source_files.is_folder(Path(folder, name)))
+    return _with_left_out(files, left_out, f"{folder} beside the checkpoint that is read")
+
+
+def _with_left_out(files: ShardFiles, left_out: str, place: str) -> ShardFiles:
     if not left_out:
         return files
-    warning = f"left out, though it lies in {folder} beside the checkpoint that is read: {left_out}"
-    return files._replace(
-        left_out="; ".join(filter(None, (files.left_out, left_out))), warnings=(*files.warnings, warning)
-    )
+    warnings = (*files.warnings, f"left out, though it lies in {place}: {left_out}")
+    return files._replace(left_out="; ".join(filter(None, (files.left_out, left_out))), warnings=warnings)
 
 
 def strangers(path: Path) -> list[Path]:
@@ -315,13 +314,6 @@ def shards_in(folder: Path, select: str | None, format_name: str | None = None) 
         and not is_strategy(path := folder / entry.name)
     ]
     return sorted(shards, key=lambda path: natural_key(path.name))
-
-
-def _has_shards(folder: Path) -> bool:
-    try:
-        return bool(shards_in(folder, None))
-    except OSError:  # it is a file, or not to be looked into
-        return False
 
 
 def is_strategy(entry: Path) -> bool:

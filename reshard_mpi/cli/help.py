@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -188,7 +188,10 @@ def script(shell: str) -> str:
     option_values, options, positionals = [], [], []
     for name, command in {"": top, **commands}.items():
         option_values += [
-            f"    {name}:{option}) {completion.as_shell()} ;;" for option, completion in _options_with_values(command)
+            f"    {name}:{option}) {_values(action).as_shell()} ;;"
+            for action in command._actions
+            for option in action.option_strings
+            if action.nargs != 0
         ]
         words = " ".join(option for action in command._actions for option in action.option_strings)
         options.append(f"        {name}:-*) choices='{words}' ;;")
@@ -203,12 +206,6 @@ def script(shell: str) -> str:
     ):
         text = text.replace(f"@{part}@", content)
     return text
-
-
-def _options_with_values(command: argparse.ArgumentParser) -> Iterator[tuple[str, _Values]]:
-    for action in command._actions:
-        if action.nargs != 0:
-            yield from ((option, _values(action)) for option in action.option_strings)
 
 
 def _positional(command: argparse.ArgumentParser) -> _Values:

@@ -90,8 +90,7 @@ def _telling_blocks(item: ReadItem, limits: Limits) -> Iterator[tuple[Box, memor
     itemsize = item.source.dtype.itemsize_bytes
     most_elements = max(1, min(item.region.size, _TELLING_BYTES // itemsize, limits.buffer_bytes // itemsize))
     content = memoryview(bytearray(most_elements * itemsize))
-    for block in item.target_region.blocks(most_elements):
-        yield block, content[: block.size * itemsize]
+    return ((block, content[: block.size * itemsize]) for block in item.target_region.blocks(most_elements))
 
 
 def first_difference_of_tensors(

@@ -33,7 +33,7 @@ from reshard_mpi.journal.file_ownership import (
     require_own_index,
     withdraw_commit,
 )
-from reshard_mpi.journal.provenance import MAX_NS, SourceStates, require_one_state, require_same_sources
+from reshard_mpi.journal.provenance import MAX_NS, SourceStates, require_one_state
 from reshard_mpi.journal.publication import publish_bytes, publish_text, remove_dead_partials, remove_dead_records
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, record_path, recorded_ranks, written
 from reshard_mpi.journal.run_records import (
@@ -46,7 +46,7 @@ from reshard_mpi.journal.run_records import (
 )
 from reshard_mpi.journal.target_folders import target_folder, uncommit
 from reshard_mpi.journal.target_journal import COMMIT_LOCK
-from reshard_mpi.journal.target_records import RecordHead, TargetRecord, sums_of_wholes
+from reshard_mpi.journal.target_records import RecordHead, TargetRecord, require_one_source, sums_of_wholes
 from reshard_mpi.planning.shared_facts import differing_stages, require_one_checkpoint, require_same_names
 from reshard_mpi.planning.source_flaws import Differences, between_targets, difference_messages, without
 from reshard_mpi.text import natural_key, ranges
@@ -348,12 +348,7 @@ def _require_alike(folder: Path, identity: RunIdentity, records: Sequence[Target
     except DisagreementError as error:
         error.remedy += f", and {_ANEW}"
         raise
-    if is_committed:
-        require_same_sources({record.rank: record.inputs.sources for record in records}, _ANEW)
-    else:
-        files = ((record, folder / record.file) for record in records)
-        targets = {record.rank: (record.inputs.sources, record.written_ns(path)) for record, path in files}
-        require_one_state(targets, _ANEW)
+    require_one_source([(record, folder / record.file) for record in records], _ANEW, is_committed=is_committed)
     for stage in differing_stages(record.inputs.held for record in records):
         of_stage = [record for record in records if record.inputs.held.stage == stage]
         differing = list({record.inputs.held.digest: record for record in reversed(of_stage)}.values())

@@ -162,9 +162,8 @@ def _are_all_in_place(folder: Path, identity: RunIdentity) -> bool:
     if "target_ranks" not in identity.facts:  # as in records of earlier versions
         return False
     files, endings = dict(enumerate(_target_files(identity))), formats.info(identity.format).suffixes
-    for name in {*names(folder)}.difference(files.values()):
-        if name.endswith(endings):
-            return False
+    if any(name.endswith(endings) for name in {*names(folder)}.difference(files.values())):
+        return False
     return all(is_in_place(folder, identity, rank, file) for rank, file in files.items())
 
 
@@ -425,8 +424,7 @@ def _remove_partial_files(folder: Folder, state: Folder, earlier: RunIdentity) -
 def _target_files(identity: RunIdentity) -> Iterator[str]:
     """Yield the paths of all targets of a run, relative to the target folder."""
     targets, prefix = identity.target_ranks, str(identity.facts.get("prefix", ""))
-    for rank in range(targets):
-        yield formats.target_file(identity.format, rank, targets, prefix)
+    return (formats.target_file(identity.format, rank, targets, prefix) for rank in range(targets))
 
 
 def _records(state: Path) -> Iterator[RecordHead]:

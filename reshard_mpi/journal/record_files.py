@@ -173,11 +173,7 @@ def optional(check: Callable[[Any], T]) -> Callable[[Any], T | None]:
 
 def settings(values: Mapping[str, Any], checks: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
     """Return `values`, each checked as `checks` says by its name; others must be single values."""
-    checked: dict[str, Any] = {}
-    for name, value in values.items():
-        check: Callable[[Any], Any] = checks.get(name, single)
-        checked[text(name)] = check(value)
-    return checked
+    return {text(name): checks[name](value) if name in checks else single(value) for name, value in values.items()}
 
 
 def single(value: Any) -> str | int | bool | None:

@@ -24,11 +24,11 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.structure import digest_besides, opened
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable
 from reshard_mpi.journal.file_ownership import changed_index_files
-from reshard_mpi.journal.provenance import digest_of_texts, require_one_state, require_same_sources
+from reshard_mpi.journal.provenance import digest_of_texts
 from reshard_mpi.journal.publication import is_partial
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, record_path, recorded_ranks, run_path
 from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times
-from reshard_mpi.journal.target_records import RecordHead, TargetRecord, TensorSum
+from reshard_mpi.journal.target_records import RecordHead, TargetRecord, TensorSum, require_one_source
 from reshard_mpi.planning.source_flaws import ModifiedShard
 from reshard_mpi.sharding.placement import Shape
 
@@ -155,7 +155,9 @@ def require_one_run(files: Mapping[int, Sequence[str]], where: str) -> RunOfFile
     state_folders = dict.fromkeys(each.path.parent for each in found.values() if each is not None)
     folders = {state.parent: _is_committed(state.parent, first, heads.values(), where) for state in state_folders}
     if {*folders.values()} != {True}:
-        _require_one_state(finder, files, is_committed=False not in folders.values())
+        records = ((finder.find(path, rank), Path(path)) for rank, paths in files.items() for path in paths)
+        targets = [(record, path) for record, path in records if record is not None]
+        require_one_source(targets, _FINISH, is_committed=False not in folders.values())
     for folder, is_committed in folders.items():
         committed = CommitRecord.read(folder) if is_committed is False else None
         if committed is not None and formats.info(committed.run.format).own_index:
@@ -235,21 +237,6 @@ def _is_committed(folder: Path, first: RecordHead, heads: Collection[RecordHead]
             expected = f"{others[0]} as it was committed with {first.file}"
             raise _of_several_runs(expected, f"another {folder / others[0]}", where)
     return None if times_ns is None else all(head.modified_ns == times_ns.get(head.rank) for head in heads)
-
-
-def _require_one_state(finder: RecordFinder, files: Mapping[int, Sequence[str]], *, is_committed: bool) -> None:
-    """Raise DisagreementError if files of a run were made from two states of the source, as its records say.
-
-    Args:
-        is_committed: whether they were compared once, so that it does not matter what has become of the source since.
-    """
-    found = ((path, finder.find(path, rank)) for rank, paths in files.items() for path in paths)
-    of_paths = ((Path(path), record) for path, record in found if record is not None)
-    targets = {record.rank: (record.inputs.sources, record.written_ns(path)) for path, record in of_paths}
-    if is_committed:
-        require_same_sources({rank: sources for rank, (sources, _) in targets.items()}, _FINISH)
-    else:
-        require_one_state(targets, _FINISH)
 
 
 def _of_several_runs(expected: str, got: str, where: str) -> DisagreementError:

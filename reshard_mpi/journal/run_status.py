@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from reshard_mpi.errors import SourceError, StoreError, TargetError
 from reshard_mpi.filesystem.paths import absolute_path, is_object_path
@@ -17,33 +17,9 @@ from reshard_mpi.journal.commit import recorded_targets
 from reshard_mpi.journal.file_ownership import NOT_WRITTEN, changed_index_files
 from reshard_mpi.journal.publication import is_partial
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, run_path
-from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, committed_times, run_to_commit
+from reshard_mpi.journal.run_records import CommitRecord, committed_times, run_to_commit
 from reshard_mpi.journal.target_records import RecordHead, TargetRecord
 from reshard_mpi.text import format_bytes
-
-
-class Standing(NamedTuple):
-    """How far a run has come. complete: target ranks. problems: by rank, why targets that have a record are not."""
-
-    identity: RunIdentity
-    complete: tuple[int, ...]
-    problems: Mapping[int, str]
-
-    @property
-    def incomplete(self) -> Iterator[tuple[int, str]]:
-        """The rank of every target that is not complete, and why. There may be millions."""
-        complete = set(self.complete)
-        ranks = (rank for rank in range(self.identity.target_ranks) if rank not in complete)
-        return ((rank, self.problems.get(rank, NOT_WRITTEN)) for rank in ranks)
-
-
-def standing(folder: Path) -> Standing:
-    """Return how far the run recorded under `folder` has come. Raises TargetError if there is none."""
-    identity = run_to_commit(folder)
-    targets = recorded_targets(folder, identity)
-    complete = tuple(rank for rank, record in targets.items() if isinstance(record, TargetRecord))
-    return Standing(identity, complete, {rank: why for rank, why in targets.items() if isinstance(why, str)})
-
 
 _NAMED = 20
 # Of ranks that are not complete. A run may have a million of them.
@@ -108,18 +84,20 @@ def as_lines(facts: dict[str, Any]) -> list[str]:
 
 def _run(folder: Path) -> dict[str, Any]:
     try:
-        progress = standing(folder)
+        identity = run_to_commit(folder)
+        targets = recorded_targets(folder, identity)
     except TargetError as error:
         return {"problem": error.got}
-    incomplete = dict(islice(progress.incomplete, _LISTED))
+    problems = ((rank, targets.get(rank, NOT_WRITTEN)) for rank in range(identity.target_ranks))
+    incomplete = ((rank, problem) for rank, problem in problems if isinstance(problem, str))
     return {
         "path": str(folder),
-        "settings": progress.identity.as_json(),
-        "in_words": progress.identity.settings,
-        "command": progress.identity.command(str(absolute_path(folder))),
-        "target_ranks": progress.identity.target_ranks,
-        "complete": list(progress.complete),
-        "incomplete": {str(rank): why for rank, why in incomplete.items()},
+        "settings": identity.as_json(),
+        "in_words": identity.settings,
+        "command": identity.command(str(absolute_path(folder))),
+        "target_ranks": identity.target_ranks,
+        "complete": [rank for rank, record in targets.items() if isinstance(record, TargetRecord)],
+        "incomplete": {str(rank): problem for rank, problem in islice(incomplete, _LISTED)},
         "partial": _unfinished_uploads(folder) if is_object_path(folder) else _partial_files(folder),
     }
 

@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -20,8 +20,15 @@ from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.filesystem.paths import is_object_path, rank_of_folder
 from reshard_mpi.filesystem.source_files import SourceFile, open_file, version_of
 from reshard_mpi.formats.dtypes import BY_NAME
+from reshard_mpi.groups import grouped
 from reshard_mpi.journal import record_files
-from reshard_mpi.journal.provenance import MAX_NS, SourceStates, TargetInputs
+from reshard_mpi.journal.provenance import (
+    MAX_NS,
+    SourceStates,
+    TargetInputs,
+    require_one_state,
+    require_same_sources,
+)
 from reshard_mpi.journal.publication import publish_text
 from reshard_mpi.journal.record_files import COMMIT_RECORD, DAMAGE, opened_record, read_json, record_path, written
 from reshard_mpi.planning.rank_plan import SharedFact, StageDigest
@@ -320,13 +327,12 @@ def joined_sums(parts: Iterable[Sequence[TensorSum]], names: Iterable[str]) -> t
     """
     from reshard_mpi.engine.checksums import sum_of_whole  # which loads a library for sums
 
-    values: defaultdict[str, list[int]] = defaultdict(list)
-    sums = {}
-    for part in parts:
-        for tensor_sum in part:
-            sums[tensor_sum.name] = tensor_sum
-            values[tensor_sum.name].append(tensor_sum.value)
-    return tuple(sums[name]._replace(value=sum_of_whole(values[name], _size_bytes(sums[name]))) for name in names)
+    of_parts = grouped((tensor_sum.name, tensor_sum) for part in parts for tensor_sum in part)
+
+    def joined(last: TensorSum, sums: Iterable[TensorSum]) -> TensorSum:
+        return last._replace(value=sum_of_whole((each.value for each in sums), _size_bytes(last)))
+
+    return tuple(joined(of_parts[name][-1], of_parts[name]) for name in names)
 
 
 def sums_of_wholes(shards: Mapping[int, Sequence[TensorSum]]) -> Iterator[tuple[str, int]]:
@@ -361,3 +367,17 @@ def sums_of_wholes(shards: Mapping[int, Sequence[TensorSum]]) -> Iterator[tuple[
 
 def _size_bytes(tensor_sum: TensorSum) -> int:
     return BY_NAME[tensor_sum.dtype].itemsize_bytes * math.prod(tensor_sum.global_shape)
+
+
+def require_one_source(targets: Collection[tuple[TargetRecord, Path]], remedy: str, *, is_committed: bool) -> None:
+    """Raise DisagreementError if targets were made from two states of the source, as their records say.
+
+    Args:
+        targets: their records and paths.
+        is_committed: whether they were compared once, so that it does not matter what has become of the source since.
+    """
+    if is_committed:
+        require_same_sources({record.rank: record.inputs.sources for record, _ in targets}, remedy)
+    else:
+        written = {record.rank: (record.inputs.sources, record.written_ns(path)) for record, path in targets}
+        require_one_state(written, remedy)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from reshard_mpi.errors import MapError, ReshardError
 from reshard_mpi.mapping.apply_to_file import MappedFile
@@ -33,21 +32,14 @@ Weights = Mapping[str, StoredWeight]
 _NARROW = ("float8_e4m3fn", "float8_e5m2")
 
 
-class Followed(NamedTuple):
-    """The result of a map with companions, and the quantized weights that it makes."""
-
-    mapped: MapResult
-    weights: Weights
-
-
 def without_companions(inventory: Inventory, weights: Weights) -> Inventory:
     """Return the tensors that equations and patterns see: companions go with their weights."""
     hidden = {companion.name for stored in weights.values() for companion in stored.weight.companions}
     return {name: kind for name, kind in inventory.items() if name not in hidden}
 
 
-def _followed(mapped: MapResult, weights: Weights, inventory: Inventory) -> Followed:
-    """Add the companions of the quantized weights that a map makes to its result.
+def _followed(mapped: MapResult, weights: Weights, inventory: Inventory) -> tuple[MapResult, Weights]:
+    """Return the result of a map with the companions of the quantized weights that it makes, and these weights.
 
     Args:
         weights: the quantized ones among the tensors that the map takes.
@@ -76,7 +68,7 @@ def _followed(mapped: MapResult, weights: Weights, inventory: Inventory) -> Foll
         for companion in stored.weight.companions
         if companion.name not in taken
     ]
-    return Followed(mapped._replace(made=tuple(made), left_out=(*mapped.left_out, *left_out)), new_weights)
+    return mapped._replace(made=tuple(made), left_out=(*mapped.left_out, *left_out)), new_weights
 
 
 def _require_stored_type(tensor: DerivedTensor, weight: QuantizedWeight, inventory: Inventory) -> None:

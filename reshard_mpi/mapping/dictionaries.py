@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.nest import dictionaries_in, entries_of, pairs_of, parts_in
+from reshard_mpi.groups import grouped
 from reshard_mpi.mapping.follow_parameters import MadeParameter
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Form, Optimizer
 from reshard_mpi.text import shortened
@@ -70,10 +71,7 @@ def moved(
             nodes[path] = node
             taken.update(f"{path}{entry[0]}" for entry in entries_of(node) or () if id(entry) not in entries)
         paths = sorted(nodes)
-        becoming: dict[str, list[_MovedPart]] = {}
-        for move in moves:
-            for begin in move.begins:
-                becoming.setdefault(begin, []).append(move)
+        becoming = grouped((begin, move) for move in moves for begin in move.begins)
         blocked = set[int]()
         for begin, those in becoming.items():
             sources = frozenset[str]().union(*(move.sources for move in those))

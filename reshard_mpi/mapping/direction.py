@@ -153,10 +153,6 @@ class Direction(NamedTuple):
     def source_side(self) -> str:
         return "left" if self.is_forward else "right"
 
-    @property
-    def target_side(self) -> str:
-        return "right" if self.is_forward else "left"
-
     def __str__(self) -> str:
         return "forward" if self.is_forward else "backward"
 

@@ -12,6 +12,7 @@ from math import prod
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError
+from reshard_mpi.groups import grouped
 from reshard_mpi.mapping.box_pairs import Assembly, BoxPair, Geometry, TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory, TemplateShapes
 from reshard_mpi.mapping.matching import Match
@@ -47,9 +48,7 @@ def followed(
     Raises MapError if some of the parameters that are put together have a state that others lack.
     """
     match_of = {name: number for number, match in enumerate(matches) for name in match.names}
-    by_affixes: dict[NameAffixes, list[EquationRule]] = {}
-    for rule in rules.states:
-        by_affixes.setdefault(source_affixes(rule, direction), []).append(rule)
+    by_affixes = grouped((source_affixes(rule, direction), rule) for rule in rules.states)
     families: dict[tuple[int, NameAffixes], set[str]] = {}
     shapes = {name: kind.shape for name, kind in inventory.items()}
     parameters = with_state(shapes)

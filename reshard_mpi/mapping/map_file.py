@@ -51,10 +51,6 @@ class MapText(NamedTuple):
     text: str
     where: str
 
-    def content(self) -> dict[str, Any]:
-        """Return its content as TOML. Raises MapError if it is none, or has other keys than a map may have."""
-        return _content(self.text, self.where)
-
 
 def parse_rules(
     text: str,
@@ -71,7 +67,7 @@ def parse_rules(
 
     Raises MapError, with the place in the file, for what it cannot mean.
     """
-    contents = [(each, each.content()) for each in (MapText(text, where), *included)]
+    contents = [(each, _content(*each)) for each in (MapText(text, where), *included)]
     tables = [content["axes"] for _, content in contents]
     in_names = {
         name: str(_length_in_name(name, tables, config, lengths, each.where))
@@ -277,11 +273,8 @@ def shipped_maps() -> dict[str, Path]:
 
 def described_maps() -> dict[str, str]:
     """Return what each map that comes with the program is for, by name."""
-    descriptions = {}
-    for name, path in shipped_maps().items():
-        content = tomllib.loads(_text(path, _MAX_BYTES, "the map"))
-        descriptions[name] = str(content.get("description", ""))
-    return descriptions
+    contents = {name: tomllib.loads(_text(path, _MAX_BYTES, "the map")) for name, path in shipped_maps().items()}
+    return {name: str(content.get("description", "")) for name, content in contents.items()}
 
 
 def is_equation(name: str) -> bool:
@@ -356,7 +349,7 @@ def _texts(path: Path, name: str) -> Iterator[MapText]:
         passed.add(file)
         text = MapText(_text(file if including else path, _MAX_BYTES, "the map"), where)
         yield text
-        for other in text.content()["include"]:
+        for other in _content(*text)["include"]:
             wanted = real_path(file.parent / other)
             problem = None
             if wanted == file or wanted in including:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.formats.nest import entries_below, entries_of, pairs_of, value_of
 from reshard_mpi.formats.nest.nodes import parsed
+from reshard_mpi.groups import grouped
 from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training
 from reshard_mpi.mapping.rules import Unlike
 
@@ -234,7 +235,7 @@ def in_order_of_modules(parameters: Mapping[str, int], before: Mapping[str, int]
         parameters: in the order of what they are made of, with the places of their groups.
         before: the same of the source.
     """
-    new_by_group, old_by_group = _by_group(parameters), _by_group(before)
+    new_by_group, old_by_group = (grouped((place, name) for name, place in of.items()) for of in (parameters, before))
     ordered: dict[int, Iterator[str]] = {}
     for place, names in new_by_group.items():
         old = old_by_group.get(place, [])
@@ -242,13 +243,6 @@ def in_order_of_modules(parameters: Mapping[str, int], before: Mapping[str, int]
         is_ordered = names != old and is_shallow and _through_modules(old, ()) == old
         ordered[place] = iter(_through_modules(names, old) if is_ordered else names)
     return {next(ordered[place]): place for place in parameters.values()}
-
-
-def _by_group(parameters: Mapping[str, int]) -> dict[int, list[str]]:
-    by_group: dict[int, list[str]] = {}
-    for name, place in parameters.items():
-        by_group.setdefault(place, []).append(name)
-    return by_group
 
 
 def _through_modules(names: Sequence[str], before: Sequence[str]) -> list[str]:
@@ -266,11 +260,7 @@ def _through_modules(names: Sequence[str], before: Sequence[str]) -> list[str]:
 
 def _by_module(names: Sequence[str]) -> dict[tuple[str, str], list[str]]:
     """Return the rests of names by what comes before the first dot, with that dot; `("", name)`: it has none."""
-    inside: dict[tuple[str, str], list[str]] = {}
-    for name in names:
-        first, dot, rest = name.partition(".")
-        inside.setdefault((dot, first), []).append(rest)
-    return inside
+    return grouped(((dot, first), rest) for first, dot, rest in (name.partition(".") for name in names))
 
 
 def _sorted(keys: Sequence[tuple[str, str]], known: Mapping[tuple[str, str], object]) -> list[tuple[str, str]]:

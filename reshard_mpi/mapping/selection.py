@@ -269,7 +269,8 @@ def made_up(
     names = {tensor.name for tensor in tensors}
     constants: dict[str, ConstantTensor] = {}
     for fill in rules.fills:
-        if fill.side != direction.target_side or (like is None and fill.needs_like):
+        target_side = "right" if direction.is_forward else "left"
+        if fill.side != target_side or (like is None and fill.needs_like):
             continue
         filled = list(_of_fill(fill, tensors))
         if not filled and not fill.is_optional and not _may_be_nowhere(fill, rules, direction):

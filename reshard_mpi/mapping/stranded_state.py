@@ -16,6 +16,7 @@ from typing import Any
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.nest import dictionaries_in, entries_of, names_by_path, pairs_of, value_of
 from reshard_mpi.formats.nest.nodes import parsed
+from reshard_mpi.groups import grouped
 from reshard_mpi.mapping.box_pairs import TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory
 from reshard_mpi.mapping.follow_parameters import is_copied
@@ -270,12 +271,9 @@ def _is_numbered(name: str, ends: Container[str]) -> bool:
 
 def _byends_of_names(taken: Iterable[Match]) -> Mapping[str, Sequence[tuple[str, Match]]]:
     """Return parameters by their names' ends, after the first parts: a model and its copy have equal ones."""
-    by_end: dict[str, list[tuple[str, Match]]] = {}
-    for match in taken:
-        for name in match.names:
-            for end in ends_of(name) if STATE_KEY not in parts_of(name) else ():  # an equation may be of state
-                by_end.setdefault(end, []).append((name, match))
-    return by_end
+    named = ((name, match) for match in taken for name in match.names)
+    # An equation may be of state.
+    return grouped((end, each) for each in named if STATE_KEY not in parts_of(each[0]) for end in ends_of(each[0]))
 
 
 def _named_in_part(
@@ -353,11 +351,8 @@ def require_none_by_order(
         are_in_order = sorted(stay, key=number_of.__getitem__) == stay
         models.append((_count_shapes(names, inventory), _count_shapes(stay if are_in_order else (), inventory)))
     for path, names in numbering.items():
-        families: dict[str, list[str]] = {}
-        for name in names:
-            number = _PLACE.match(name, len(path))
-            if number is not None:
-                families.setdefault(number[2], []).append(name)
+        numbers = ((_PLACE.match(name, len(path)), name) for name in names)
+        families = grouped((number[2], name) for number, name in numbers if number is not None)
         for family in families.values():
             shapes = _count_shapes(family, inventory)
             is_kept = named.isdisjoint(family) and not position.keys().isdisjoint(family)

@@ -17,6 +17,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.errors import MapError
+from reshard_mpi.groups import grouped
 from reshard_mpi.sharding.state_names import (
     COPIES,
     MODULE_WORDS,
@@ -278,9 +279,7 @@ def _in_part(
     parted = [(name, *each) for name, each in found if each is not None and each[0] not in every]
     parted = [each for each in parted if not STATE_WORDS.isdisjoint(parts_of(each[2].before)[-1:])]
     used = frozenset(end for _, end, _ in parted)
-    by_end: dict[str, list[str]] = {}
-    for name in every.values():
-        by_end.setdefault(next((end for end in ends_of(name) if end in used), ""), []).append(name)
+    by_end = grouped((next((end for end in ends_of(name) if end in used), ""), name) for name in every.values())
     for name, end, affixes in parted:
         own = by_end.get(end, [])
         own = [each for each in own if each not in modules] or own

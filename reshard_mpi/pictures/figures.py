@@ -202,8 +202,7 @@ def feeds_of(plan: RankPlan, number_of: Callable[[int, str], int]) -> Iterator[F
                 numbers = [route.numbers[place] for place in places]
                 sizes[number] += route.region.size * route.tensors.element_bytes(numbers)
         tensors.update({number: len(places) for number, places in in_group.items()})
-    for number in sorted(sizes):
-        yield Feed(number, plan.target_rank, tensors[number], sizes[number])
+    return (Feed(number, plan.target_rank, tensors[number], sizes[number]) for number in sorted(sizes))
 
 
 def grid_of(flow: Flow) -> Grid:

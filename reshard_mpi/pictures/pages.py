@@ -19,6 +19,7 @@ from statistics import median
 from string import Template
 from typing import Any, NamedTuple
 
+from reshard_mpi.groups import grouped
 from reshard_mpi.mapping.tensor_kinds import kin_of, layer_of
 from reshard_mpi.pictures.figures import DrawnMove, Figures, TensorCut, grid_of
 from reshard_mpi.pictures.matrix import matrix_scene
@@ -199,9 +200,7 @@ def norms_page(path: str, summary: str, norms: Sequence[TensorNorm], marks: Sequ
         norms: of all tensors in their order.
         marks: worst first.
     """
-    of_tensor: dict[str, list[Mark]] = {}
-    for mark in marks:
-        of_tensor.setdefault(mark.tensor, []).append(mark)
+    of_tensor = grouped((mark.tensor, mark) for mark in marks)
     charts = _charts(norms, of_tensor)
     drawn = [chart._replace(points=_thinned(chart.points, of_tensor)) for chart in charts[:_MOST_CHARTS]]
     shown = [norm for chart in drawn for _, norm in chart.points]
@@ -236,9 +235,7 @@ def norms_page(path: str, summary: str, norms: Sequence[TensorNorm], marks: Sequ
 
 def _charts(norms: Iterable[TensorNorm], marked: Mapping[str, object]) -> list[_Chart]:
     """Return a chart for each kind of tensors, those in which something was found first."""
-    by_kin: dict[str, list[tuple[int, TensorNorm]]] = {}
-    for number, norm in enumerate(norms):
-        by_kin.setdefault(kin_of(norm.name), []).append((number, norm))
+    by_kin = grouped((kin_of(norm.name), (number, norm)) for number, norm in enumerate(norms))
     charts = [_Chart(kin, points, sum(norm.name in marked for _, norm in points)) for kin, points in by_kin.items()]
     return sorted(charts, key=lambda chart: (not chart.marked, natural_key(chart.kin)))
 

@@ -271,15 +271,10 @@ def svg_of(scene: Scene) -> str:
             f' font-family="{_FONT}" role="img">',
             f"<title>{_escaped(scene.title)}</title>",
             f'<rect width="{width}" height="{height}" fill="{PAPER}"/>',
-            *_elements(scene),
+            *(_rectangle(item) if isinstance(item, Rectangle) else _text(item) for item in scene.items),
             "</svg>\n",
         ]
     )
-
-
-def _elements(scene: Scene) -> Iterator[str]:
-    for item in scene.items:
-        yield _rectangle(item) if isinstance(item, Rectangle) else _text(item)
 
 
 def _rectangle(item: Rectangle) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from reshard_mpi.groups import grouped
 from reshard_mpi.pictures.figures import DrawnBlock, DrawnMove, Figures, Flow, Panel, Shards, TensorCut, is_at_front
 from reshard_mpi.pictures.scene import (
     EMPTY,
@@ -70,14 +70,12 @@ class _Grounds:
 
     def __init__(self, cut: TensorCut) -> None:
         self._sources = cut.sources
-        self._held = defaultdict[tuple[int, int], list[DrawnBlock]](list)
+        blocks = [(number, block) for number, panel in enumerate(cut.sources) for block in panel.blocks]
+        self._held = grouped(((number, holder), block) for number, block in blocks for holder in block.holders)
         self._first_blocks: dict[tuple[str, int], DrawnBlock] = {}
-        for number, panel in enumerate(cut.sources):
-            for block in panel.blocks:
-                for holder in block.holders:
-                    self._held[number, holder].append(block)
-                if block.holders:
-                    self._first_blocks.setdefault((panel.name, block.holders[0]), block)
+        for number, block in blocks:
+            if block.holders:
+                self._first_blocks.setdefault((cut.sources[number].name, block.holders[0]), block)
         in_order = sorted(cut.moves, key=lambda move: move.region.start)
         loose = [(move.tensor, move.source) for move in in_order if move.panel is None and move.source is not None]
         keys = list(dict.fromkeys((*self._first_blocks, *loose)))
@@ -241,16 +239,14 @@ def _target(
     cut: TensorCut, frame: _TensorFrame, targets: Shards, sources: Shards, grounds: _Grounds
 ) -> Iterator[Rectangle | TextLine]:
     yield from _empty(frame, cut.target)
-    by_target = defaultdict[int, list[DrawnMove]](list)
-    for move in cut.moves:
-        by_target[move.target].append(move)
+    by_target = grouped((move.target, move) for move in cut.moves)
     frames: list[Rectangle | TextLine] = []
     drawn = 0
     for block in cut.target.blocks:
         if not block.box.size:
             continue
         x, y, width, height = frame.place(block.box)
-        all_moves = by_target[block.planned] if block.planned is not None else []
+        all_moves = by_target.get(block.planned, []) if block.planned is not None else []
         moves = [move for move in all_moves if is_at_front(move.region, cut.target.shown)]
         if block.pieces > 1:
             moves = [move._replace(region=block.box) for move in moves[:1]]

@@ -15,6 +15,7 @@ from itertools import accumulate, islice
 from typing import NamedTuple, TypeVar
 
 from reshard_mpi.formats.tensor_table import TensorTable
+from reshard_mpi.groups import grouped
 from reshard_mpi.planning.rank_choice import Replicas, is_partial_sum
 from reshard_mpi.planning.shared_facts import MOMENTS
 from reshard_mpi.planning.source_tensors import SourceGroup, TensorPart, parts_meeting
@@ -135,8 +136,7 @@ def _shared_regions(alternatives: Iterable[tuple[TensorPart, ...]]) -> Iterator[
             for part in parts
             if (shared := region.intersect(part.region)) is not None
         ]
-    for region, same in regions:
-        yield region, tuple(part._replace(region=region) for part in same)
+    return ((region, tuple(part._replace(region=region) for part in same)) for region, same in regions)
 
 
 def partition_for(all_alike: Sequence[ReplicaGroup], process: int, processes: int) -> Iterator[ReplicaGroup]:
@@ -146,9 +146,7 @@ def partition_for(all_alike: Sequence[ReplicaGroup], process: int, processes: in
         all_alike: what all targets need, equal in all processes. It is cut into stretches that take as much reading
             each, so nothing is compared twice and few processes open the same shard.
     """
-    by_holding: dict[Holding, list[ReplicaGroup]] = {}
-    for alike in all_alike:
-        by_holding.setdefault(alike.holding, []).append(alike)
+    by_holding = grouped((alike.holding, alike) for alike in all_alike)
     line = [alike for same_holders in by_holding.values() for alike in same_holders]
     total = sum(len(alike.names) * _weight(alike) for alike in line)
     start, stop = (total * number // processes for number in (process, process + 1))
@@ -199,9 +197,7 @@ def rank_pairs(strategy: Strategy, present: Collection[int]) -> tuple[RankPair, 
     stages, those with a single rank get a pair of this one with itself.
     """
     steps = _spread(_steps(_meshes(strategy)), MAX_PAIRS)
-    by_stage: dict[int, list[int]] = {}
-    for rank in sorted(present):
-        by_stage.setdefault(strategy.stage_of(rank), []).append(rank)
+    by_stage = grouped((strategy.stage_of(rank), rank) for rank in sorted(present))
     if not by_stage:
         return ()
     pairs: dict[RankPair, None] = {}

@@ -8,7 +8,7 @@ from itertools import islice
 
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, StrategyError
 from reshard_mpi.formats.manifest import ShardIdentity, apart_error
-from reshard_mpi.formats.tensor_table import TensorType
+from reshard_mpi.groups import grouped
 from reshard_mpi.planning.comparison_choice import replicas_to_compare
 from reshard_mpi.planning.rank_choice import GradientShare, Replicas, choose_holders
 from reshard_mpi.planning.rank_plan import Group, PlannedTensors, RankPlan, ReadGroup, SharedFact
@@ -50,10 +50,7 @@ def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
     for error in holes.values():
         if not policy.allows_holes:
             raise error
-    unfit: dict[TensorType, list[str]] = {}
-    for name, held in target.class_by_name.items() if holes else ():
-        if name in holes:
-            unfit.setdefault(held.kind, []).append(name)
+    unfit = grouped((held.kind, name) for name, held in target.class_by_name.items() if name in holes) if holes else {}
     for held, chosen in zip(target.classes, choices):
         if unfit:
             held = held._replace(names=[name for name in held.names if name not in holes])

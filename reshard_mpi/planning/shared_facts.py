@@ -27,6 +27,7 @@ from reshard_mpi.formats.manifest import (
     shown_string,
 )
 from reshard_mpi.formats.tensor_table import ChunkedTensors
+from reshard_mpi.groups import grouped
 from reshard_mpi.planning.rank_plan import CHOSEN_FILES, Check, RankPlan, ReadItem, SharedFact, StageDigest, TensorPlan
 from reshard_mpi.planning.source_flaws import TEXT, PrefixDigest
 from reshard_mpi.planning.source_tensors import SourceGroup, SourceTensors
@@ -221,10 +222,8 @@ def text_digests(plan: RankPlan, *, of_stages: bool) -> Iterator[PrefixDigest]:
 
 def differing_stages(digests: Iterable[StageDigest]) -> tuple[int, ...]:
     """Return the target stages whose ranks would not all hold the same parameters, ascending."""
-    by_stage: dict[int, set[str]] = {}
-    for held in digests:
-        by_stage.setdefault(held.stage, set()).add(held.digest)
-    return tuple(sorted(stage for stage, different in by_stage.items() if len(different) > 1))
+    by_stage = grouped((held.stage, held.digest) for held in digests)
+    return tuple(sorted(stage for stage, own in by_stage.items() if len(set(own)) > 1))
 
 
 def require_same_names(names: Mapping[int, Collection[str]], where: str) -> None:
@@ -310,10 +309,7 @@ def require_tensors_or_strings(manifests: Mapping[int, Manifest]) -> None:
 
 def left_out_of(manifests: Mapping[int, Manifest]) -> Iterator[str]:
     """Yield a warning for things in the opened shards that cannot be converted; one for all shards with the same."""
-    alike: dict[tuple[str, ...], list[Manifest]] = {}
-    for manifest in manifests.values():
-        if manifest.left_out:
-            alike.setdefault(manifest.left_out, []).append(manifest)
+    alike = grouped((manifest.left_out, manifest) for manifest in manifests.values() if manifest.left_out)
     for left_out, shards in alike.items():
         others = f" and {len(shards) - 1} more shards" if len(shards) > 1 else ""
         more = f"; and {len(left_out) - _MAX_LEFT_OUT} more" if len(left_out) > _MAX_LEFT_OUT else ""

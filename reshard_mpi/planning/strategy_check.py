@@ -12,6 +12,7 @@ from typing import NamedTuple
 from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.groups import grouped
 from reshard_mpi.planning.comparison_choice import MAX_TENSORS, RankPair
 from reshard_mpi.planning.source_flaws import Differing
 from reshard_mpi.sharding.layout import fitted_to_part
@@ -132,12 +133,8 @@ def evaluate_pair(
     copies differ or some have nothing in common; if parts that should be different are the same; or if tensors that it
     does not list look like parts.
     """
-    by_placement: dict[Placement | None, list[PairResult]] = {}
-    all_copies = []
-    for tensor in compared:
-        by_placement.setdefault(tensor.placement, []).append(tensor)
-        if tensor.one_part and tensor.placement is not None:
-            all_copies.append(tensor)
+    by_placement = grouped((tensor.placement, tensor) for tensor in compared)
+    all_copies = [tensor for tensor in compared if tensor.one_part and tensor.placement is not None]
     where = _where(strategy, *paths)
     drifted: list[str] = []
     own: tuple[Differing, ...] = ()
@@ -271,11 +268,7 @@ def dead_rules(strategy: Strategy, names: Iterable[str]) -> list[tuple[str, str]
 
     With each comes the glob of an earlier rule that takes tensors which it matches; "" if none does.
     """
-    by_rule: dict[int, list[str]] = {}
-    for name in dict.fromkeys(names):
-        rule = strategy.rule_of(name)
-        if rule is not None:
-            by_rule.setdefault(rule, []).append(name)
+    by_rule = grouped((strategy.rule_of(name), name) for name in dict.fromkeys(names))
     dead = []
     for rule, (glob, _) in enumerate(strategy.rules):
         if rule not in by_rule and glob in strategy.required_rules:

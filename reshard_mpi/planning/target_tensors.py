@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reshard_mpi.errors import LayoutError, ReshardError, StrategyError, UsageError
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import TensorType
+from reshard_mpi.groups import grouped
 from reshard_mpi.planning.rank_choice import (
     Accumulated,
     GradientShare,
@@ -191,13 +192,7 @@ class TargetTensors:
             from reshard_mpi.planning.gradient_joining import GradientJoining
 
             self.joining = GradientJoining(
-                policy.accumulated,
-                source,
-                self.tensors,
-                target_rank,
-                manifests,
-                lost,
-                keeps_errors=policy.allows_holes,
+                policy.accumulated, source, self.tensors, target_rank, manifests, lost, keeps_errors=policy.allows_holes
             )
         taken: GradientShare | ReshardError = GradientShare.TAKEN
         for name in self.tensors.names:
@@ -288,11 +283,8 @@ class TargetTensors:
         A shard of a stage in which the source strategy does not list the name does not count as holding it. A name that
         the source strategy does not place is taken to be on every rank.
         """
-        unseen: dict[tuple[Placement, ...], list[str]] = {}
-        for name in self.listed_here:
-            origins = find_or_follow(self.source_strategy, name, lambda _: True) or (everywhere(self.source_strategy),)
-            unseen.setdefault(origins, []).append(name)
-        return unseen
+        source, unplaced = self.source_strategy, (everywhere(self.source_strategy),)
+        return grouped((find_or_follow(source, name, lambda _: True) or unplaced, name) for name in self.listed_here)
 
     def _find_listed_here(self) -> Iterator[str]:
         """Yield the listed names that no opened shard holds and that this target needs or must refuse (see `wants`)."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from reshard_mpi.errors import SourceError
 from reshard_mpi.formats.tensor_table import TensorType
+from reshard_mpi.groups import grouped
 from reshard_mpi.quantization.layouts import FLOATS, FLOATS_8_BIT, Fit, Misfit, SchemeLayout, SchemePart, fit, layout_of
 from reshard_mpi.quantization.schemes import Quantization, quantization_of
 from reshard_mpi.quantization.weights import CARRIED, Companion, QuantizedWeight, Relation, Scheme
@@ -37,11 +38,8 @@ def quantized_weights(
     or if a weight has no scale, or a scale no weight.
     """
     tensors = _Tensors(kinds, quantization_of(config, where))
-    carried: dict[str, list[str]] = {}
-    for name in kinds:
-        if name.endswith(CARRIED):
-            tail = max((tail for tail in CARRIED if name.endswith(tail)), key=len)
-            carried.setdefault(name.removesuffix(tail), []).append(name)
+    tails = ((max(filter(name.endswith, CARRIED), key=len), name) for name in kinds if name.endswith(CARRIED))
+    carried = grouped((name.removesuffix(tail), name) for tail, name in tails)
     weights: list[QuantizedWeight] = []
     fits: dict[object, Fit] = {}  # many weights have the same shapes
     for name in kinds:

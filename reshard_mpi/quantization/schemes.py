@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import StrategyError
+from reshard_mpi.groups import grouped
 from reshard_mpi.quantization.weights import SCHEME_TEXT, Scheme
 
 _INTEGER_BITS, _GPTQ_BITS = (2, 3, 4, 5, 6, 8), (2, 3, 4, 8)
@@ -88,15 +89,12 @@ class Quantization(NamedTuple):
 
     def scheme(self, module: str) -> Scheme | None:
         """Return how a module is quantized if it is; None if no group has it. A name goes before a pattern or class."""
-        found: dict[int, list[Scheme]] = {}
-        for scheme, targets in self.groups:
-            closeness = _ANY if targets is None else targets.closeness(module)
-            if closeness is not None:
-                found.setdefault(closeness, []).append(scheme)
-        if not found:
+        found = [(_ANY if targets is None else targets.closeness(module), scheme) for scheme, targets in self.groups]
+        by_closeness = grouped((closeness, scheme) for closeness, scheme in found if closeness is not None)
+        if not by_closeness:
             return None
-        schemes = found[min(found)]
-        if min(found) == _CLASS and len(set(schemes)) > 1:
+        closest, schemes = min(by_closeness.items())
+        if closest == _CLASS and len(set(schemes)) > 1:
             raise StrategyError(
                 f"the configuration does not tell how {module} is quantized",
                 expected="groups whose targets are names or patterns, or one group of classes",
@@ -301,22 +299,12 @@ def _awq(settings: _Settings) -> list[SchemeGroup]:
     return [SchemeGroup(Scheme("awq", "awq", bits, block, not settings.flag("zero_point", True)))]
 
 
-def _mxfp4(_: _Settings) -> list[SchemeGroup]:
-    return [SchemeGroup(Scheme("mxfp4", "mxfp4", 4, (1, _MX_GROUP)))]
-
-
-def _fbgemm(_: _Settings) -> list[SchemeGroup]:
-    return [SchemeGroup(Scheme("fbgemm_fp8", "fp8", block=(1, 0)))]
-
-
 def _modelopt(settings: _Settings) -> list[SchemeGroup]:
     """Return the groups of `quantized_layers` (mixed precision), or one for all modules."""
     layers = settings.mapping("quantized_layers")
     if not layers:
         return [SchemeGroup(_modelopt_scheme(settings))]
-    targets: dict[Scheme, list[str]] = {}
-    for name in layers:
-        targets.setdefault(_modelopt_scheme(settings.of("quantized_layers").of(name)), []).append(name)
+    targets = grouped((_modelopt_scheme(settings.of("quantized_layers").of(name)), name) for name in layers)
     return [SchemeGroup(scheme, settings.targets(names)) for scheme, names in targets.items()]
 
 
@@ -380,10 +368,10 @@ def _compressed_scheme(weights: _Settings, layout: str) -> Scheme:
 
 _READERS: dict[str, Callable[[_Settings], list[SchemeGroup]]] = {
     "fp8": _fp8,
-    "fbgemm_fp8": _fbgemm,
+    "fbgemm_fp8": lambda _: [SchemeGroup(Scheme("fbgemm_fp8", "fp8", block=(1, 0)))],
     "gptq": _gptq,
     "awq": _awq,
-    "mxfp4": _mxfp4,
+    "mxfp4": lambda _: [SchemeGroup(Scheme("mxfp4", "mxfp4", 4, (1, _MX_GROUP)))],
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
     "modelopt_fp8": _modelopt,

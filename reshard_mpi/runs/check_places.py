@@ -111,7 +111,7 @@ def refuse_posing(files: ShardFiles, target_file: Path) -> None:
         )
     roots = _above_rank_folders(real_shards, source_folders)
     for path in both_ways(target_file):
-        rank = _rank_of(path)
+        rank = rank_of_folder(both_ways(path)[0].parent.name)
         if rank is not None and path.parent.parent in roots:
             raise TargetError(
                 "the target would be taken for a shard of the source",
@@ -283,10 +283,6 @@ def _is_link(path: Path) -> bool:
         return path.is_symlink()
     except OSError:  # no name that a file could have; for targets, a later check raises the error
         return False
-
-
-def _rank_of(shard: Path) -> int | None:
-    return rank_of_folder(both_ways(shard)[0].parent.name)
 
 
 def _lies_in_rank_folder(path: Path, roots: set[Path]) -> bool:

@@ -10,6 +10,7 @@ from reshard_mpi import formats
 from reshard_mpi.errors import UsageError
 from reshard_mpi.formats.locations import Constant, LibraryRead
 from reshard_mpi.formats.tensor_table import ChunkedTensors
+from reshard_mpi.groups import grouped
 from reshard_mpi.planning.rank_plan import RankPlan, ReadItem
 from reshard_mpi.planning.source_tensors import SourceGroup
 from reshard_mpi.processes.comm import Comm
@@ -62,16 +63,14 @@ def source_groups(planner: Planner, target_rank: int, names: tuple[str, ...]) ->
     return {name: held.group for name, held in both.items()}
 
 
-def listed_pieces(planner: Planner, name: str) -> Mapping[Box, tuple[str, ...]] | None:
+def listed_pieces(planner: Planner, name: str) -> Mapping[Box, Sequence[str]] | None:
     """Return the pieces of a source tensor that an index lists, with the files that have each; None if none does."""
     stored = planner.source
     tensors = stored.manifest(0).tensors if stored.files.is_folder else None
     if not isinstance(tensors, ChunkedTensors):
         return None
-    files: dict[Box, tuple[str, ...]] = {}
-    for box, file in tensors.chunk_lists[tensors.chunk_list_ids[tensors.index_by_name[name]]]:
-        files[box] = (*files.get(box, ()), file.path)
-    return files
+    pieces = tensors.chunk_lists[tensors.chunk_list_ids[tensors.index_by_name[name]]]
+    return grouped((box, file.path) for box, file in pieces)
 
 
 def likely_holders(target: Strategy, name: str) -> Sequence[int]:

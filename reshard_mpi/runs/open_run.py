@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import shard_files
@@ -70,22 +70,20 @@ class Run(NamedTuple):
             from reshard_mpi.journal.target_folders import Unrecorded
 
             return Unrecorded(request.target, self._shared_index)
-        identity, resume, overwrite = self._identity(), request.resume, request.overwrite
-        target = self.planner.placed_target
-        table_of_targets = partial(strategy_table.dumps, target) if self.records_strategy else None
-        folder, state = Path(request.target), {"resume": resume, "overwrite": overwrite}
+        folder, identity, target = Path(request.target), self._identity(), self.planner.placed_target
+        # Several targets say how they are cut only by an index that lists their contents, if there is one.
+        is_recorded = self.planner.target.world_size > 1 and formats.folder_by_name(self.format) is None
+        options: dict[str, Any] = {
+            "resume": request.resume,
+            "overwrite": request.overwrite,
+            "strategy": partial(strategy_table.dumps, target) if is_recorded else None,
+        }
         if not is_object_path(folder):
-            return Journal(folder, identity, **state, strategy=table_of_targets)
+            return Journal(folder, identity, **options)
         from reshard_mpi.journal.object_journal import ObjectJournal
 
-        return ObjectJournal(
-            folder,
-            identity,
-            **state,
-            strategy=table_of_targets,
-            is_streamed=self.is_streamed,
-            is_single_writer=request.single_writer,
-        )
+        options |= {"is_streamed": self.is_streamed, "is_single_writer": request.single_writer}
+        return ObjectJournal(folder, identity, **options)
 
     @property
     def is_streamed(self) -> bool:
@@ -114,11 +112,6 @@ class Run(NamedTuple):
         stale = [name for name in files.besides if name not in files.held]
         folder = Path(self.request.target)
         return SharedIndex(folder, files.index_name, files.index_text, files.names, own, stale, state)
-
-    @property
-    def records_strategy(self) -> bool:
-        """Whether the run records how its targets are cut: there are several, and no index lists their contents."""
-        return self.planner.target.world_size > 1 and formats.folder_by_name(self.format) is None
 
     def _identity(self) -> RunIdentity:
         request = self.request
@@ -432,8 +425,6 @@ def strategy_of(named: Sequence[Sequence[str]]) -> Strategy:
     Args:
         named: the names of the tensors in each file.
     """
-    parameters: dict[str, tuple[Placement, ...]] = {}
-    for stage, names in enumerate(named):
-        placement = (Placement((1,), stages=(stage,)),)
-        parameters |= dict.fromkeys(names, placement)
+    placements = ((Placement((1,), stages=(stage,)),) for stage in range(len(named)))
+    parameters = {name: placement for names, placement in zip(named, placements) for name in names}
     return Strategy(len(named), len(named), parameters)

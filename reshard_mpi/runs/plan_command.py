@@ -174,8 +174,8 @@ def plan_targets(
         return TargetPlans.make(request, comm, memory, progress, None, damage, listing.add)
 
     with RunMemory(lambda: request.allowance, comm, progress) as memory:
-        plans, planned = checked_plans(make, comm, memory, progress)
-        outcome = compare_within_source(plans, planned, comm, memory, progress)
+        plans, planned = checked_plans(make, comm, progress)
+        outcome = compare_within_source(plans, planned)
         summaries = [summary for share in together(comm, lambda: listing.summaries) for summary in share]
         planner = plans.run.planner
         lines: Iterable[str] = ()

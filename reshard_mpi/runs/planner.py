@@ -272,10 +272,7 @@ class Planner:
         self.require_fitting_strategies()
         if self.mapped is not None:
             return self.mapped.original.sample_findings(
-                damaged_are_replaced=damaged_are_replaced,
-                process=process,
-                processes=processes,
-                needs=self.mapped.needs,
+                damaged_are_replaced=damaged_are_replaced, process=process, processes=processes, needs=self.mapped.needs
             )
         if self.policy.replicas is Replicas.ANY or self.source.strategy.world_size == 1:
             return NOTHING_FOUND

@@ -243,10 +243,8 @@ def list_object_stores(request: Request, comm: Comm | None = None, *, is_target_
             for path in paths:
                 object_folders.look(path)
             listed = object_folders.known()
-        except OSError as error:
+        except (OSError, ReshardError) as error:
             listed = as_reshard_error(error)
-        except ReshardError as error:
-            listed = error
     told = listed if comm is None or comm.size == 1 else comm.allgather(listed)[0]
     if isinstance(told, ReshardError):
         raise told

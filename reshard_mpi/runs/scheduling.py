@@ -10,6 +10,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from reshard_mpi.errors import DisagreementError, LayoutError
+from reshard_mpi.groups import grouped
 from reshard_mpi.planning.source_tensors import SourceTensors
 from reshard_mpi.runs.planner import Planner
 from reshard_mpi.sharding.layout import Layout
@@ -101,11 +102,8 @@ def _itemsizes_by_stage(planner: Planner) -> dict[int, dict[Layout, int]]:
             for placement in find_or_follow(planner.target, name, partial(tensors.same_shape, name)):
                 layout = tensors.layout(placement, group.shape)
                 itemsizes[layout] = itemsizes.get(layout, 0) + group.dtype.itemsize_bytes
-    by_stage: dict[int, dict[Layout, int]] = {}
-    for layout, itemsize in itemsizes.items():
-        for stage in layout.placement.stages:
-            by_stage.setdefault(stage, {})[layout] = itemsize
-    return by_stage
+    by_stage = grouped((stage, own) for own in itemsizes.items() for stage in own[0].placement.stages)
+    return {stage: dict(own) for stage, own in by_stage.items()}
 
 
 def assign(weights: Mapping[int, int], processes: Sequence[int]) -> dict[int, list[int]]:
@@ -132,9 +130,7 @@ def divide(weights: Mapping[int, int], hosts: Sequence[object]) -> list[Assignme
             the host finish at the same time.
     """
     weights = {target: max(1, weight) for target, weight in weights.items()}
-    by_host: dict[object, list[int]] = {}
-    for process, host in enumerate(hosts):
-        by_host.setdefault(host, []).append(process)
+    by_host = grouped((host, process) for process, host in enumerate(hosts))
     turns = sorted((turn, process) for processes in by_host.values() for turn, process in enumerate(processes))
     assigned = assign(weights, [process for _, process in turns])
     works = [Assignment()] * len(hosts)

@@ -258,8 +258,7 @@ def origins(outcome: MapsOutcome, accumulated: Accumulated) -> Iterator[tuple[st
         yield tensor.name, f"{origin}{zeros}{types}"
     for constant in outcome.constants:
         yield constant.name, f"made up of {numbers(constant.element, constant.kind.dtype)[0]}, by {constant.where}"
-    for name in outcome.left_out:
-        yield name, LEFT_OUT
+    yield from ((name, LEFT_OUT) for name in outcome.left_out)
 
 
 def notes_of_tensors(outcome: MapsOutcome, wanted: Sequence[DerivedTensor]) -> Iterator[str]:

@@ -108,17 +108,20 @@ class TargetPlans:
 
     Attributes:
         run: what has been opened.
+        comm, memory, progress: of all processes of the run, of this one, and its reports.
         journal: keeps the state of the run in the target folder.
         assignments: the work of each process of the run; own: that of this one.
         inputs: for each target to write, by rank, what its record says of its sources.
         peak_bytes: for each of them, the memory that writing it is projected to take.
         further_bytes: for each that reads short parts of objects, the memory that it adds when it is written beside
             others.
+        unrecorded_ranks: source ranks from which its verified targets take more than tensors with recorded sums.
         report: what the other processes are told of the plans.
     """
 
-    def __init__(self, run: Run, comm: Comm, memory: RunMemory, on_planned: OnPlanned) -> None:
+    def __init__(self, run: Run, comm: Comm, memory: RunMemory, progress: Progress, on_planned: OnPlanned) -> None:
         self.run = run
+        self.comm, self.memory, self.progress = comm, memory, progress
         self.journal = run.make_journal()
         for rank in run.targets[-1:]:  # the one with the longest number
             require_short_names(self.journal.paths(rank, run.path(rank)))
@@ -128,10 +131,8 @@ class TargetPlans:
         self.inputs: dict[int, TargetInputs] = {}
         self.peak_bytes: dict[int, int] = {}
         self.further_bytes: dict[int, int] = {}
-        self._unrecorded_ranks: set[int] = set()
+        self.unrecorded_ranks: set[int] = set()
         self.report = PlanReport()
-        self._comm = comm
-        self._memory = memory
         self._choice = moments_of(run.planner.source.files)  # which of several checkpoints the source is
         self._space = SpaceEstimate()
         self._written_bytes: dict[int, int] = {}  # by target
@@ -161,22 +162,22 @@ class TargetPlans:
         Raises a ReshardError if the run cannot be opened, or its target folder not be used.
         """
         run = open_run(request, memory, strategies, known_damage)
-        plans = cls(run, comm, memory, on_planned)
+        plans = cls(run, comm, memory, progress, on_planned)
         memory.free_with(run.planner.forget, plans.forget)
-        plans._plan_all(progress)
+        plans._plan_all()
         return plans
 
-    def _plan_all(self, progress: Progress) -> None:
+    def _plan_all(self) -> None:
         ranks = (*((rank, True) for rank in self.own.leads), *((rank, False) for rank in self.own.assists))
         planned_ranks = sum(len(each.leads) + len(each.assists) for each in self.assignments)
-        progress.begin(ProgressStage("planning", units=planned_ranks, unit="rank"))
+        self.progress.begin(ProgressStage("planning", units=planned_ranks, unit="rank"))
         planned = []
         for rank, leads in ranks:
-            planned.append(attempt(partial(self._plan_and_check, rank, leads), self._comm, rank))
-            progress.completed()
+            planned.append(attempt(partial(self._plan_and_check, rank, leads), self.comm, rank))
+            self.progress.completed()
         space = self._space_needs()
         beside = self._strangers()
-        notes = (*self._memory.governor().notes, *self.run.target_notes, *beside)
+        notes = (*self.memory.governor().notes, *self.run.target_notes, *beside)
         begun = PlanReport(Outcome.begun(self.run.planner, notes), self._choice)
         joined = begun.joined(report_of(PlanReport, report) for report in planned)
         led = sum(rank in self.inputs for rank in self.own.leads)
@@ -188,7 +189,7 @@ class TargetPlans:
         if self.journal.skips(rank, path):
             return PlanReport(self._skipped(rank) if leads else Outcome())
         plan = run.planner.plan(rank, checked=leads)
-        peak_bytes = self._memory.possible_peak_bytes(plan)
+        peak_bytes = self.memory.possible_peak_bytes(plan)
         inputs = TargetInputs.of(plan, run.planner.source.files.sources(plan.read_ranks), self._choice)
         if self._earlier_target is not None:
             self._earlier_target.require_same_state(rank, inputs.sources)
@@ -205,10 +206,10 @@ class TargetPlans:
             from reshard_mpi.engine.source_ranges import shares_blocks
 
             if shares_blocks(plan.tensors):
-                self.further_bytes[rank] = self._memory.projection.further_bytes(plan)
+                self.further_bytes[rank] = self.memory.projection.further_bytes(plan)
         if request.verify:
             sums = self.recorded_sums
-            self._unrecorded_ranks |= {*plan.read_ranks} if sums is None else sums.unknown_ranks(plan)
+            self.unrecorded_ranks |= {*plan.read_ranks} if sums is None else sums.unknown_ranks(plan)
         self._keep(plan)
         self._written_bytes[rank] = plan.written_bytes
         if not leads:
@@ -224,7 +225,7 @@ class TargetPlans:
         A group is of targets that read short parts of the same objects, as many as memory allows. Any other target is
         a group by itself.
         """
-        ceiling_bytes, alike = self._memory.governor().ceiling_bytes, dict[tuple[int, ...], list[int]]()
+        ceiling_bytes, alike = self.memory.governor().ceiling_bytes, dict[tuple[int, ...], list[int]]()
         for rank in (rank for rank in self.own.whole if rank in self.inputs):
             if rank not in self.further_bytes:
                 yield [rank]
@@ -302,10 +303,6 @@ class TargetPlans:
 
         return RecordedSums(self.run.planner.source.files)
 
-    def unrecorded_ranks(self) -> set[int]:
-        """Return source ranks from which this process's verified targets take more than tensors with recorded sums."""
-        return self._unrecorded_ranks
-
     def placed(self, stage: int) -> dict[int, dict[str, str]]:
         """Return what strategies place on target ranks of `stage` (see `RankPlan.placed`); of equal ranks, only one."""
         return {rank: placed for of_stage, rank, placed in self._placed.values() if of_stage == stage}
@@ -313,7 +310,7 @@ class TargetPlans:
     @cached_property
     def _earlier_target(self) -> EarlierTarget | None:
         """A complete target of this run, if others are to be made of the same state of the source beside it."""
-        if self._comm.rank > 0 or self.run.request.overwrite or not isinstance(self.journal, Journal):
+        if self.comm.rank > 0 or self.run.request.overwrite or not isinstance(self.journal, Journal):
             return None
         folder = self.journal.folder
         return EarlierTarget.of(folder, self.journal.identity) if recorded_ranks(folder / STATE) else None
@@ -325,7 +322,7 @@ class TargetPlans:
         def shares_blocks() -> bool:
             return may_share(run.planner.source.files, run.format, run.path(run.targets[0]))
 
-        return self._space.needs(self._comm.size, shares_blocks)
+        return self._space.needs(self.comm.size, shares_blocks)
 
     def _strangers(self) -> tuple[str, ...]:
         """Return notes on files in the target folder that are no part of this run. Raises TargetError for some."""
@@ -350,7 +347,7 @@ class TargetPlans:
     def _skipped(self, rank: int) -> Outcome:
         path = self.run.path(rank)
         is_unverified = self.run.request.verify and not self.journal.is_verified(rank)
-        report = TargetReport(rank, str(path), (), version_of(path).size_bytes, process=self._comm.rank, skipped=True)
+        report = TargetReport(rank, str(path), (), version_of(path).size_bytes, process=self.comm.rank, skipped=True)
         return Outcome((report,), notes=(_NOT_VERIFIED,) if is_unverified else ())
 
 

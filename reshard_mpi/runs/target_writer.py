@@ -20,10 +20,7 @@ from reshard_mpi.formats.structure import digest_besides
 from reshard_mpi.journal.publication import Publication
 from reshard_mpi.journal.target_records import TensorSum
 from reshard_mpi.planning.rank_plan import RankPlan
-from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Outcome, Overflow, TargetReport, attempt, joined_overflows
-from reshard_mpi.runs.process_memory import RunMemory
-from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.target_plans import TargetPlans
 
 if TYPE_CHECKING:
@@ -93,14 +90,12 @@ def _next_of(steps: Generator[float, None, Outcome]) -> float | Outcome:
 
 
 class Writer:
-    """Writes targets of a run in one process. memory: asked for each of them."""
+    """Writes targets of a run in one process; memory is asked for each of them."""
 
-    def __init__(self, plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress) -> None:
+    def __init__(self, plans: TargetPlans) -> None:
         self._plans = plans
         self._run = plans.run
-        self._comm = comm
-        self._memory = memory
-        self._progress = progress
+        self._progress = plans.progress
         self._limits = plans.run.planner.limits
         self._format = formats.by_name(plans.run.format)
 
@@ -109,7 +104,7 @@ class Writer:
         outcomes: list[Outcome] = []
         for ranks in self._plans.side_by_side():
             outcomes += self._write_side_by_side(ranks)
-            self._memory.yield_if_contended()
+            self._plans.memory.yield_if_contended()
         return Outcome().joined(outcomes)
 
     def _write_side_by_side(self, ranks: Sequence[int]) -> Iterator[Outcome]:
@@ -143,7 +138,9 @@ class Writer:
             if self._run.is_streamed:
                 self._choose_place(publication, plan)
             manifest = self.reserve(publication, plan)
-            recorded = self._recorded(plan, manifest)
+            # tensors that are verified by sums which their sources have in an object store
+            sums_in_store = self._plans.recorded_sums
+            recorded = [] if sums_in_store is None else sums_in_store.tensors(plan.tensors, manifest)
             staging = self._staged(publication, plan, manifest, recorded)
             descriptor = publication.descriptor
             if reading is not None:
@@ -248,11 +245,6 @@ class Writer:
         if any(is_transposed(group.tensor(0), self._limits) for group in plan.tensors.groups):
             publication.move_to_disk()
 
-    def _recorded(self, plan: RankPlan, manifest: Manifest) -> list[RecordedTensor]:
-        """Return the tensors of a target that is verified by sums which their sources have in an object store."""
-        sums = self._plans.recorded_sums
-        return [] if sums is None else sums.tensors(plan.tensors, manifest)
-
     def _staged(
         self, publication: Publication, plan: RankPlan, manifest: Manifest, recorded: Sequence[RecordedTensor]
     ) -> StagedParts | None:
@@ -296,11 +288,11 @@ class Writer:
             together: all targets that are written side by side with it, and the target itself; none: it alone.
         """
         purpose = f"target rank {rank} of {self._run.request.target}"
-        self._memory.reserve_peak(self._plans.peak_bytes_of(together or (rank,)), purpose)
-        return self._plans.plan(rank), self._memory.take_waited_seconds()
+        self._plans.memory.reserve_peak(self._plans.peak_bytes_of(together or (rank,)), purpose)
+        return self._plans.plan(rank), self._plans.memory.take_waited_seconds()
 
     def attempt(self, rank: int, do: Callable[[int], T]) -> T | Outcome:
-        return attempt(partial(do, rank), self._comm, rank, self._run.path(rank))
+        return attempt(partial(do, rank), self._plans.comm, rank, self._run.path(rank))
 
     def outcome_of(
         self,
@@ -331,7 +323,7 @@ class Writer:
             engine_seconds=max(part.seconds for part in filled),
             waited_seconds=waited_seconds + max(part.waited_seconds for part in filled),
             leased_bytes=self._plans.peak_bytes_of(together or (rank,)),
-            process=self._comm.rank,
+            process=self._plans.comm.rank,
             processes=len(filled),
             overflows=joined_overflows(overflow for part in filled for overflow in part.overflows),
         )

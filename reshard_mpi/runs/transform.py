@@ -67,16 +67,16 @@ def convert(
     are in the outcome.
     """
     make = partial(TargetPlans.make, request, comm, memory, progress, strategies)
-    plans, planned = checked_plans(make, comm, memory, progress)
-    outcome = compare_within_source(plans, planned, comm, memory, progress)
-    together(comm, partial(_begin, plans, comm, memory, progress))
+    plans, planned = checked_plans(make, comm, progress)
+    outcome = compare_within_source(plans, planned)
+    together(comm, partial(_begin, plans))
     if comm.rank == 0:  # not earlier, since a process alone may have started over until now
         progress.display.reading(plans.run.planner.source.summary_text)
     name, phases = ("writing and verifying", PHASES) if request.verify else ("writing", (MOVED, CLOSED))
     due = planned.due
     stage = ProgressStage(name, due.size_bytes, due.targets, ready=due.ready, phases=phases)
     progress.begin(stage, plans.own_bytes, plans.led_bytes)
-    written = comm.allgather(write_targets(plans, comm, memory, progress))
+    written = comm.allgather(write_targets(plans))
     outcome = outcome._replace(processes=comm.size).joined(written)
     if not request.keeps_journal and request.files is None:
         return outcome
@@ -87,7 +87,7 @@ def convert(
 
 
 def checked_plans(
-    make: Callable[[Mapping[int, ReshardError]], TargetPlans], comm: Comm, memory: RunMemory, progress: Progress
+    make: Callable[[Mapping[int, ReshardError]], TargetPlans], comm: Comm, progress: Progress
 ) -> tuple[TargetPlans, PlanReport]:
     """Plan, and under --verify check the source, until no shard is lost (steps 1 and 2).
 
@@ -113,11 +113,11 @@ def checked_plans(
         if not plans.run.request.verify:
             return plans, planned
         sizes = {rank: size for share in together(comm, plans.size_by_read_rank) for rank, size in share.items()}
-        to_read = set[int]().union(*together(comm, plans.unrecorded_ranks))
+        to_read = set[int]().union(*comm.allgather(plans.unrecorded_ranks))
         to_check = {rank: sizes[rank] for rank in sorted(sizes.keys() - checked)}
-        shares = together(comm, partial(_check_sources, plans, to_check, to_read, comm, memory, progress))
+        shares = together(comm, partial(_check_sources, plans, to_check, to_read))
         if not any(shares):
-            together(comm, partial(_check_committed, plans, comm, memory, progress))
+            together(comm, partial(_check_committed, plans))
             return plans, planned
         checked |= to_read & sizes.keys()
         damage = damage | {rank: error for errors in shares for rank, error in errors.items()}
@@ -166,14 +166,7 @@ def _agreeing(
     return joined
 
 
-def _check_sources(
-    plans: TargetPlans,
-    sizes: Mapping[int, int],
-    to_read: Collection[int],
-    comm: Comm,
-    memory: RunMemory,
-    progress: Progress,
-) -> dict[int, ReshardError]:
+def _check_sources(plans: TargetPlans, sizes: Mapping[int, int], to_read: Collection[int]) -> dict[int, ReshardError]:
     """Return, by rank, the errors of this process's share of the source shards that do not fit their own sums (step 2).
 
     Args:
@@ -182,10 +175,10 @@ def _check_sources(
     """
     from reshard_mpi.runs.check_sums import damage_of
 
-    planner = plans.run.planner
+    planner, progress = plans.run.planner, plans.progress
     source, purpose = planner.source, f"checking {plans.run.request.source}"
-    before_sums = partial(memory.reserve_for_checking, source.files.format, purpose)
-    mine = dict(list(sizes.items())[comm.rank :: comm.size])
+    before_sums = partial(plans.memory.reserve_for_checking, source.files.format, purpose)
+    mine = dict(list(sizes.items())[plans.comm.rank :: plans.comm.size])
     all_bytes, own_bytes = (sum(of[rank] for rank in of if rank in to_read) for of in (sizes, mine))
     progress.begin(ProgressStage("checking sources", all_bytes, len(sizes), "shard"), own_bytes)
     errors: dict[int, ReshardError] = {}
@@ -198,7 +191,7 @@ def _check_sources(
     return errors
 
 
-def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress) -> None:
+def _check_committed(plans: TargetPlans) -> None:
     """Check this process's share of the source's whole tensors against the sums in their commit (step 2).
 
     Nothing is read if each shard has a record with sums, by which it has been checked. Raises ShardError.
@@ -206,7 +199,7 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
     from reshard_mpi.runs.check_commit import changed_since_commit, committed_tensors, require_as_committed_besides
     from reshard_mpi.runs.check_sums import damage_of_indexes
 
-    source, path = plans.run.planner.source, plans.run.request.source
+    source, path, comm = plans.run.planner.source, plans.run.request.source, plans.comm
     for damage in damage_of_indexes(source.files):
         raise damage
     commit = plans.run.source_commit
@@ -216,46 +209,37 @@ def _check_committed(plans: TargetPlans, comm: Comm, memory: RunMemory, progress
     needed = committed_tensors(commit, source, plans.run.planner.needs)
     mine = needed[comm.rank :: comm.size]
     size_bytes, own_bytes = (sum(tensor.spec.size_bytes for tensor in of) for of in (needed, mine))
-    progress.begin(ProgressStage("checking sources", size_bytes), own_bytes)
-    memory.reserve_peak(memory.projection.gathering_bytes, f"checking {path}")
-    for _, error in changed_since_commit(commit, mine, path, plans.run.planner.limits, progress.moved):
+    plans.progress.begin(ProgressStage("checking sources", size_bytes), own_bytes)
+    plans.memory.reserve_peak(plans.memory.projection.gathering_bytes, f"checking {path}")
+    for _, error in changed_since_commit(commit, mine, path, plans.run.planner.limits, plans.progress.moved):
         raise error
 
 
-def compare_within_source(
-    plans: TargetPlans, planned: PlanReport, comm: Comm, memory: RunMemory, progress: Progress
-) -> Outcome:
+def compare_within_source(plans: TargetPlans, planned: PlanReport) -> Outcome:
     """Compare replicas that must be the same; return the outcome of planning with what that shows (step 3)."""
-    request = plans.run.request
+    request, comm = plans.run.request, plans.comm
     compared: Sequence[ComparisonReport] = ()
     if planned.to_compare or request.replicas is not Replicas.ANY:
         mine = list(partition_for(planned.to_compare, comm.rank, comm.size))
         if planned.to_compare:
             size_bytes, own_bytes = (sum(alike.size_bytes for alike in groups) for groups in (planned.to_compare, mine))
-            progress.begin(ProgressStage("comparing copies", size_bytes), own_bytes)
-        compared = together(comm, partial(_compare, plans, planned, mine, comm, memory, progress))
+            plans.progress.begin(ProgressStage("comparing copies", size_bytes), own_bytes)
+        compared = together(comm, partial(_compare, plans, planned, mine))
     mapped = plans.run.planner.mapped
     if mapped is not None and mapped.has_files and request.replicas is not Replicas.ANY:
-        _compare_parts(mapped, plans, comm, memory, progress)
+        _compare_parts(mapped, plans)
     return _judged(planned, compared, request.source, strict=request.strict)
 
 
-def _compare(
-    plans: TargetPlans,
-    planned: PlanReport,
-    mine: Sequence[ReplicaGroup],
-    comm: Comm,
-    memory: RunMemory,
-    progress: Progress,
-) -> ComparisonReport:
+def _compare(plans: TargetPlans, planned: PlanReport, mine: Sequence[ReplicaGroup]) -> ComparisonReport:
     """Compare the replicas `mine`, and this process's share of a sample."""
-    run, request = plans.run, plans.run.request
+    run, request, comm, memory = plans.run, plans.run.request, plans.comm, plans.memory
     planner, purpose = run.planner, f"copies in {request.source}"
     lost: tuple[UnusableShard, ...] = ()
     projection = memory.reserve_for_planning(run.workload, purpose)
     if mine:
         memory.reserve_peak(projection.base_bytes + comparing_bytes(planner.limits), purpose)
-        counted = SliceCounter(progress.moved, sum(alike.size_bytes for alike in mine))
+        counted = SliceCounter(plans.progress.moved, sum(alike.size_bytes for alike in mine))
         lost = compare(planner.source, mine, planner.limits, counted.add)
         counted.end()
     planner.require_one_of_stages(planned.all_differing)
@@ -263,13 +247,12 @@ def _compare(
     return ComparisonReport(lost, findings)
 
 
-def _compare_parts(
-    mapped: MappedCheckpoint, plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress
-) -> None:
+def _compare_parts(mapped: MappedCheckpoint, plans: TargetPlans) -> None:
     """Compare parts of tensors that the source has twice and that a format that packs writes once (step 3)."""
+    memory, progress = plans.memory, plans.progress
     files, limits = [rank for rank in plans.own.leads if rank in plans.inputs], plans.run.planner.limits
     own_bytes = mapped.compared_bytes(files)
-    size_bytes = sum(together(comm, lambda: own_bytes))
+    size_bytes = sum(together(plans.comm, lambda: own_bytes))
     if size_bytes:
         progress.begin(ProgressStage("comparing weights", size_bytes), own_bytes)
 
@@ -280,18 +263,18 @@ def _compare_parts(
         mapped.require_same_parts(files, limits, counted.add)
         counted.end()
 
-    together(comm, compare_own)
+    together(plans.comm, compare_own)
 
 
-def _begin(plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress) -> None:
+def _begin(plans: TargetPlans) -> None:
     """Make the target folder ready, if this process has anything to write (step 4)."""
     if not plans.inputs:
         return
     # A process alone asks for all that it will need: once something is written it cannot start over.
-    if comm.size == 1:
-        memory.reserve_peak(max(plans.peak_bytes.values()), f"targets of {plans.run.request.target}")
-    memory.forbid_starting_over()
-    plans.journal.begin(progress.display.say)
+    if plans.comm.size == 1:
+        plans.memory.reserve_peak(max(plans.peak_bytes.values()), f"targets of {plans.run.request.target}")
+    plans.memory.forbid_starting_over()
+    plans.journal.begin(plans.progress.display.say)
 
 
 def _commit(plans: TargetPlans, outcome: Outcome) -> Outcome:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard_mpi.groups import grouped
 from reshard_mpi.mapping.tensor_kinds import TensorKind, kind_of
 from reshard_mpi.text import beginning, counted, json_number, one_line
 
@@ -133,9 +134,7 @@ class ValueComparison(NamedTuple):
 
     def by_kind(self) -> tuple[_KindSummary, ...]:
         """Return a summary for each kind of tensors."""
-        of_kind: dict[TensorKind, list[TensorComparison]] = {}
-        for tensor in self.tensors:
-            of_kind.setdefault(tensor.kind, []).append(tensor)
+        of_kind = grouped((tensor.kind, tensor) for tensor in self.tensors)
         return tuple(_summary(kind, of_kind[kind]) for kind in TensorKind if kind in of_kind)
 
     def as_json(self, top: int | None = None) -> dict[str, Any]:
@@ -165,10 +164,9 @@ class ValueComparison(NamedTuple):
         lines = [*_table(rows)] if rows else []
         if len(differing) > top:
             lines.append(f"{len(differing) - top} more tensors differ (--top N lists N)")
-        for summary in self.by_kind():
-            lines.append(_summary_line(summary))
-        for value in self.values[:_MOST_VALUES]:
-            lines.append(f"{value.name}: {_shown(value.first)} and {_shown(value.second)}")
+        lines += map(_summary_line, self.by_kind())
+        values = self.values[:_MOST_VALUES]
+        lines += (f"{value.name}: {_shown(value.first)} and {_shown(value.second)}" for value in values)
         if len(self.values) > _MOST_VALUES:
             lines.append(f"{len(self.values) - _MOST_VALUES} more values beside the tensors differ (--json lists all)")
         lines += self.left_out

@@ -284,12 +284,8 @@ def verify_by_sums(
 
     Args and errors as for `verify_alone`, but that no sums are no error.
     """
-
-    def begin() -> tuple[shard_files.ShardFiles, Governor]:
-        return request.shard_files(), memory.governor()
-
     progress.begin(ProgressStage("planning"))
-    files, governor = agreed(begin, comm)
+    files, governor = agreed(lambda: (request.shard_files(), memory.governor()), comm)
     require_same_choice(comm, files)
     files = agreed(lambda: files_by_record(files), comm) if files.is_folder else files
     ranks = tuple(files.by_rank) if request.rank is None else sorted(set(request.rank))

@@ -21,26 +21,22 @@ from reshard_mpi.journal.target_records import joined_sums
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Failure, Outcome, merge, report_of
-from reshard_mpi.runs.process_memory import RunMemory
-from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.scheduling import TargetSlice
 from reshard_mpi.runs.target_plans import TargetPlans
 from reshard_mpi.runs.target_writer import SliceReport, Writer
 
 
-def write_targets(plans: TargetPlans, comm: Comm, memory: RunMemory, progress: Progress) -> Outcome:
+def write_targets(plans: TargetPlans) -> Outcome:
     """Write this process's part of a run; return the outcome for the targets it leads. A failure stops no others.
 
-    Shared targets are filled after all others, so that processes wait as little as possible for one another.
-
-    Args:
-        memory: asked for each target; while this process waits for others of the run, processes in line get it.
+    Shared targets are filled after all others, so that processes wait as little as possible for one another. Memory is
+    asked for each target; while this process waits for others of the run, processes in line get it.
     """
-    writer = Writer(plans, comm, memory, progress)
-    progress.display.assigned(tuple(rank for rank in plans.own.leads if rank in plans.inputs))
+    writer, comm = Writer(plans), plans.comm
+    plans.progress.display.assigned(tuple(rank for rank in plans.own.leads if rank in plans.inputs))
     if not any(work.slices for work in plans.assignments):
         return writer.write_alone()
-    shared = SharedTargets(writer, plans, comm, progress)
+    shared = SharedTargets(writer, plans)
     with ExitStack() as publications:
         begun = shared.reserve(publications)
         reserved = {target.rank: target for part in _gathered(comm, begun) for target in part.reserved}
@@ -96,12 +92,10 @@ class _Led(NamedTuple):
 class SharedTargets:
     """The targets that this process fills together with others of its host."""
 
-    def __init__(self, writer: Writer, plans: TargetPlans, comm: Comm, progress: Progress) -> None:
+    def __init__(self, writer: Writer, plans: TargetPlans) -> None:
         self._writer = writer
         self._plans = plans
         self._run = plans.run
-        self._comm = comm
-        self._progress = progress
         self._led: dict[int, _Led] = {}
 
     def reserve(self, publications: ExitStack) -> FillReport:
@@ -130,7 +124,7 @@ class SharedTargets:
         def fill_one(
             own: TargetSlice, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span, waited_seconds: float
         ) -> FillReport:
-            self._progress.display.started(own.target)
+            self._plans.progress.display.started(own.target)
             filled = self._writer.fill_span(plan, manifest, descriptor, span)
             return FillReport(filled=(filled._replace(waited_seconds=waited_seconds),))
 
@@ -227,7 +221,7 @@ class SharedTargets:
                 expected="all of the target filled and verified",
                 remedy="mend what failed there first",
             )
-            unknown = Failure(rank, process, self._comm.hosts[process], error)
+            unknown = Failure(rank, process, self._plans.comm.hosts[process], error)
             failures.append([*of_rank, *of_process, unknown][0])
         return all_filled, tuple(failures)
 

@@ -419,5 +419,4 @@ def _groupings(factors: int, groups: int) -> Iterator[Grouping]:
             yield ()
         return
     for last in range(factors - 1, groups - 2, -1):
-        for earlier in _groupings(last, groups - 1):
-            yield (*earlier, (last, factors))
+        yield from ((*earlier, (last, factors)) for earlier in _groupings(last, groups - 1))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate
 
 from reshard_mpi.errors import LayoutError, StrategyError
+from reshard_mpi.groups import grouped
 from reshard_mpi.sharding.layout import fitted
 from reshard_mpi.sharding.mindspore_json import RawLayout, StageFile, StrategyItem, place
 from reshard_mpi.sharding.placement import Placement, Shape, ravel, unravel
@@ -152,20 +153,13 @@ def to_strategy(files: Iterable[StageFile], origin: str) -> Strategy:
     for name, entries in placed.items():
         combination = tuple([(id(placement), stage) for placement, stage in entries])
         if combination not in joined:
-            joined[combination] = _by_placement(entries)
+            stages_of = grouped(entries)
+            joined[combination] = tuple(each.with_stages(tuple(stages)) for each, stages in stages_of.items())
         parameters[name] = joined[combination]
     stage_size = next(iter(placements.values())).stage_size
     if stage_size * len(stages) > MAX_RANKS:
         raise StrategyError("the strategy has too many ranks", expected=f"at most {MAX_RANKS}", where=origin)
     return Strategy(stage_size * len(stages), len(stages), parameters, origin=origin)
-
-
-def _by_placement(entries: Iterable[tuple[Placement, int]]) -> tuple[Placement, ...]:
-    """Return each placement once, with all the stages that it is paired with."""
-    stages_of: dict[Placement, list[int]] = {}
-    for placement, stage in entries:
-        stages_of.setdefault(placement, []).append(stage)
-    return tuple(placement.with_stages(tuple(stages)) for placement, stages in stages_of.items())
 
 
 def _with_sizes(name: str, layout: RawLayout, layouts: Layouts) -> RawLayout:

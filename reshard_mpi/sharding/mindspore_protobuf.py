@@ -334,8 +334,7 @@ def _too_long(what: str, expected: str, where: str) -> StrategyError:
 def _layout_fields(layout: RawLayout) -> Iterator[bytes]:
     yield encode_content(1, _dims(layout.dev_matrix))
     if layout.is_nested:
-        for axes in layout.tensor_map:
-            yield encode_content(2, _dims(axes))
+        yield from (encode_content(2, _dims(axes)) for axes in layout.tensor_map)
         if len(layout.tensor_map) == 1:
             yield encode_content(2)
     else:

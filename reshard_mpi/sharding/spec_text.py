@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from reshard_mpi.errors import LayoutError, StrategyError
+from reshard_mpi.groups import grouped
 from reshard_mpi.sharding import toml_spec
 from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy import Strategy
@@ -140,9 +141,7 @@ def exact_patterns(names: Iterable[str]) -> list[str]:
 
     They are in the natural order of names.
     """
-    alike: dict[str, list[str]] = {}
-    for name in sorted(names, key=natural_key):
-        alike.setdefault(_DIGIT.sub("0", name), []).append(name)
+    alike = grouped((_DIGIT.sub("0", name), name) for name in sorted(names, key=natural_key))
     return [pattern for group in alike.values() for pattern in _of_alike(group)]
 
 
@@ -166,12 +165,8 @@ def _products(texts: frozenset[str]) -> list[tuple[str, ...]]:
     """Return products of sets of digits, one for each place, which together are exactly `texts` of one length."""
     if texts == {""}:
         return [()]
-    rests: dict[str, set[str]] = {}
-    for text in texts:
-        rests.setdefault(text[0], set()).add(text[1:])
-    digits_of: dict[frozenset[str], list[str]] = {}
-    for digit in sorted(rests):
-        digits_of.setdefault(frozenset(rests[digit]), []).append(digit)
+    rests = grouped((text[0], text[1:]) for text in texts)
+    digits_of = grouped((frozenset(rests[digit]), digit) for digit in sorted(rests))
     return [("".join(digits), *rest) for texts, digits in digits_of.items() for rest in _products(texts)]
 
 
@@ -208,10 +203,10 @@ def spec_text(strategy: Strategy) -> str:
     for name, placements in strategy.parameters.items():
         first_name.update(dict.fromkeys(placements, name))
     said = {placement: _said(name, placement, strategy, mesh) for placement, name in first_name.items()}
-    names_of: dict[Placement, list[str]] = {}
-    for name, placements in strategy.parameters.items():
-        placement = _only_one(name, [said[placement] for placement in placements], strategy)
-        names_of.setdefault(placement, []).append(name)
+    names_of = grouped(
+        (_only_one(name, [said[placement] for placement in placements], strategy), name)
+        for name, placements in strategy.parameters.items()
+    )
     by_name = sorted(names_of.items(), key=lambda group: min(map(natural_key, group[1])))
     listed = [(glob, placement) for placement, names in by_name for glob in exact_patterns(names)]
     rules = [(glob, _caught(said[rule]) if glob == "*" else said[rule]) for glob, rule in strategy.rules]

@@ -16,6 +16,7 @@ from operator import itemgetter
 from typing import Final
 
 from reshard_mpi.errors import LayoutError, StrategyError
+from reshard_mpi.groups import grouped
 from reshard_mpi.sharding.placement import Placement, replicated
 from reshard_mpi.sharding.state_names import is_named_as_state, is_numbered_state
 
@@ -303,16 +304,12 @@ class Patterns:
     """Patterns in order; the first that matches a name counts."""
 
     def __init__(self, texts: Sequence[str]) -> None:
-        patterns = list(map(Pattern, texts))
+        patterns = [*enumerate(map(Pattern, texts))]
+        wild = (entry for entry in patterns if not entry[1].is_plain)
         # A spec has many patterns that begin and end alike, so a name is held against these texts first.
-        self._wild: dict[tuple[str, str], list[tuple[int, Pattern]]] = {}
-        for number, pattern in enumerate(patterns):
-            if not pattern.is_plain:
-                self._wild.setdefault(pattern.around, []).append((number, pattern))
-        self._plain: dict[str, int] = {}
-        for number, pattern in enumerate(patterns):
-            if pattern.is_plain:
-                self._plain.setdefault(pattern.text, number)
+        self._wild = grouped((pattern.around, (number, pattern)) for number, pattern in wild)
+        # Of equal texts the first counts.
+        self._plain = {pattern.text: number for number, pattern in reversed(patterns) if pattern.is_plain}
         # No pattern after this one is ever the first.
         self._catching = next((number for number, text in enumerate(texts) if text == "*"), len(patterns))
 

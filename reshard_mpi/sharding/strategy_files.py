@@ -240,11 +240,7 @@ def _size_bytes(file: Path) -> int:
         is_file = source_files.is_file(file)
     if not is_file:
         raise StrategyError(
-            "the strategy is no regular file",
-            expected="a file",
-            got=described(file),
-            where=str(file),
-            remedy=REMEDY,
+            "the strategy is no regular file", expected="a file", got=described(file), where=str(file), remedy=REMEDY
         )
     return size_bytes
 

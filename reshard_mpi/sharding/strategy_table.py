@@ -82,10 +82,7 @@ def loads(data: str, where: str) -> Strategy:
     if type(version) is not int or version != VERSION:
         raise wrong("the placement table's version", str(VERSION), version, where, "update reshard_mpi")
     known_keys(
-        content,
-        ("version", "world_size", "stages", "placements", "parameters", "rules"),
-        "the placement table",
-        where,
+        content, ("version", "world_size", "stages", "placements", "parameters", "rules"), "the placement table", where
     )
     world_size = integer(content.get("world_size"), "world_size", 1, MAX_RANKS, where)
     stages = integer(content.get("stages"), "stages", 1, min(world_size, MAX_STAGES), where)

@@ -110,8 +110,7 @@ class AuditedCheckpoint(NamedTuple):
 
     def flaws(self) -> Iterator[Finding]:
         """Yield the findings on its files, and on how tensors lie in them."""
-        for name, error in self.plan.holes.items():
-            yield broken(error, name)
+        yield from (broken(error, name) for name, error in self.plan.holes.items())
         path = self.source.files.path
         for name in self.plan.absent:
             yield Finding(FindingKind.STRUCTURE, name, None, path, "the strategy lists it, and no shard holds it")

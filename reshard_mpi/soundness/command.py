@@ -6,7 +6,7 @@ Each process reads its share of the tensors, and process 0 judges what all of th
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.checkpoints.discovery import find_shards
@@ -82,7 +82,8 @@ def audit(
     # The configuration of the model without quantization does not say how the checkpoint is quantized.
     named = str(config.path) if config is not None and config.is_asked_for and config.is_quantized else None
     request = request._replace(config=named)
-    with _model_process(config if comm.rank == 0 else None) as model:
+    # It finds the definition of the model while the checkpoint is read.
+    with nullcontext() if config is None or comm.rank else closing(ModelProcess(config)) as model:
         try:
             files = agreed(request.shard_files, comm)
         except _OF_FILES as error:
@@ -100,12 +101,12 @@ def audit(
         agreed(lambda: _require_same_weights(opened, previous, request), comm)
         if comm.rank == 0:
             progress.display.reading(opened.source.summary_text)
-        read = _Read.of(opened, of_copies, previous, request, comm, memory, progress)
+        read = _Read.of(opened, request, comm, memory, progress)
 
         def judged() -> Outcome:
             if comm.rank:
                 return opened.outcome
-            by, found = read.judged(request)
+            by, found = read.judged(opened, of_copies, previous, request)
             notes = [*opened.outcome.notes, *read.state.notes]
             digests = {} if request.map else {content.name: content.key for content in read.contents}
             of_model = (unchecked or (None if model is None else model.result()), shapes.logical)
@@ -115,12 +116,14 @@ def audit(
                 elif definition is not None:
                     by.append(definition.origin)
                     found += _by_definition(definition, config, own, digests, opened)
-            checked = _checked(opened, read.contents, tuple(by))
+            tensors = opened.plan.tensors
+            read_bytes = sum(tensors[opened.numbers[content.name]].spec.size_bytes for content in read.contents)
+            checked = Checked(0, opened.source.files.path, len(read.contents), read_bytes, tuple(by))
             findings = worst_first(found, request.allow)
             norms = _norms(read.contents) if request.norms else ()
             warnings = (*opened.outcome.other_warnings, *read.commit.warnings)
             outcome = opened.outcome._replace(notes=tuple(notes), other_warnings=warnings)
-            return outcome._replace(findings=findings, checked=checked, norms=norms)
+            return outcome._replace(findings=findings, checked=(checked,), norms=norms)
 
         return Outcome(processes=comm.size).joined(comm.allgather(agreed(judged, comm)))
 
@@ -129,11 +132,6 @@ def _config(request: Request) -> ModelConfig | None:
     if request.config is not None:
         return ModelConfig.named(request.config)
     return None if request.like is not None else ModelConfig.beside(request.source)
-
-
-def _model_process(config: ModelConfig | None) -> AbstractContextManager[ModelProcess | None]:
-    """Return a context with the process that finds the definition of a model while the checkpoint is read."""
-    return nullcontext() if config is None else closing(ModelProcess(config))
 
 
 def _by_definition(
@@ -251,8 +249,6 @@ def _require_same_weights(opened: AuditedCheckpoint, previous: _Previous | None,
 class _Read(NamedTuple):
     """What all processes together have read of a checkpoint, and found by that."""
 
-    opened: AuditedCheckpoint
-    of_copies: Sequence[Finding]
     summed: Outcome  # of holding the files against sums
     summed_files: ShardFiles
     contents: Sequence[TensorContent]
@@ -261,18 +257,10 @@ class _Read(NamedTuple):
     unlike_weights: Sequence[Finding]
     commit: CommittedSums
     unlike_commit: Sequence[Finding]
-    previous: _Previous | None
 
     @classmethod
     def of(
-        cls,
-        opened: AuditedCheckpoint,
-        of_copies: Sequence[Finding],
-        previous: _Previous | None,
-        request: Request,
-        comm: Comm,
-        memory: RunMemory,
-        progress: Progress,
+        cls, opened: AuditedCheckpoint, request: Request, comm: Comm, memory: RunMemory, progress: Progress
     ) -> _Read:
         """Read all files and values of a checkpoint whose copies have been compared. Every process must call this."""
         summed_files, summed = verify_by_sums(request, comm, memory, progress)
@@ -281,23 +269,13 @@ class _Read(NamedTuple):
         unlike_weights = _unlike_weights(opened, state, comm, progress)
         commit = agreed(lambda: commit_of(opened.source.files), comm)
         changed = _of_commit(contents, commit, opened, comm, progress)
-        return cls(
-            opened,
-            of_copies,
-            summed,
-            summed_files,
-            contents,
-            unreadable,
-            state,
-            unlike_weights,
-            commit,
-            unlike_commit=changed,
-            previous=previous,
-        )
+        return cls(summed, summed_files, contents, unreadable, state, unlike_weights, commit, changed)
 
-    def judged(self, request: Request) -> tuple[list[str], list[Finding]]:
+    def judged(
+        self, opened: AuditedCheckpoint, of_copies: Sequence[Finding], previous: _Previous | None, request: Request
+    ) -> tuple[list[str], list[Finding]]:
         """Judge all without definitions of models; return the names of the evidence, and the findings."""
-        opened, contents, previous = self.opened, self.contents, self.previous
+        contents = self.contents
         by_name = {content.name: content for content in contents}
         as_constructed = self.state.as_constructed(by_name)
         has_sums = bool(self.commit.sums) or any(shard.by for shard in self.summed.checked)
@@ -305,7 +283,7 @@ class _Read(NamedTuple):
         by += [f"the norms of {request.before}"] if previous is not None else []
         return by, [
             *opened.flaws(),
-            *self.of_copies,
+            *of_copies,
             *_of_sums(self.summed, self.summed_files, opened),
             *self.unlike_commit,
             *self.unreadable,
@@ -412,9 +390,3 @@ def _norms(contents: Sequence[TensorContent]) -> tuple[TensorNorm, ...]:
     return tuple(
         TensorNorm(content.name, content.norm, f"{content.dtype} {list(content.shape)}") for content in contents
     )
-
-
-def _checked(opened: AuditedCheckpoint, contents: Sequence[TensorContent], by: tuple[str, ...]) -> tuple[Checked, ...]:
-    tensors = opened.plan.tensors
-    read_bytes = sum(tensors[opened.numbers[content.name]].spec.size_bytes for content in contents)
-    return (Checked(0, opened.source.files.path, len(contents), read_bytes, by),)
