@@ -151,7 +151,7 @@ class Tensor:
         self._read(chosen, array)
 
     def _read(self, chosen: Sequence[range], array: np.ndarray[Any, Any]) -> None:
-        """Read elements, and log how many have become infinite."""
+        """Read elements, and log how many were too large for their type."""
         too_large = self._checkpoint.reader.read(self._group, self._place, chosen, array)
         if too_large:
             log((), overflow_warnings([[Overflow(self.name, self._group.kind.dtype.name, too_large)]]))

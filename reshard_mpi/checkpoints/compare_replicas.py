@@ -82,7 +82,7 @@ def compare_checks(
         yield Differing(check.name, (first.source_rank, *ranks))
 
 
-def numbers_counted(counters: Iterable[tuple[str, TensorPlan]], limits: Limits) -> tuple[SharedFact, ...]:
+def read_counters(counters: Iterable[tuple[str, TensorPlan]], limits: Limits) -> tuple[SharedFact, ...]:
     """Read step counters, each given behind the path of a shard that has it; targets of one checkpoint share them."""
     facts = []
     with Files() as files:
@@ -92,7 +92,7 @@ def numbers_counted(counters: Iterable[tuple[str, TensorPlan]], limits: Limits) 
     return tuple(facts)
 
 
-def digests_of(starts: Iterable[TensorPlan], limits: Limits) -> tuple[PrefixDigest, ...]:
+def read_beginnings(starts: Iterable[TensorPlan], limits: Limits) -> tuple[PrefixDigest, ...]:
     """Read the beginnings of tensors that no strategy lists, and return their digests, to be compared by targets."""
     with Files() as files:
         return tuple(
@@ -171,7 +171,7 @@ class _Comparison:
                         raise _of_others(name, item.source_rank, unasked, self._source)
 
     def tell_apart(self, group: Sequence[ReplicaGroup]) -> None:
-        """Make sure that no two copies of the tensors of `group`, which the same ranks hold, are the same.
+        """Make sure that no two copies of a tensor are the same: they are going to be added (--accumulated sum).
 
         Copies in shards that are opened together are compared up to where they differ, others by digests of all that
         they hold. Raises what `compare` raises.

@@ -87,7 +87,7 @@ def name_without_rank(rank: int, name: str) -> str:
     return _DIGITS.sub(lambda match: "<rank>" if match[0] == number else match[0], name[:cut]) + name[cut:]
 
 
-def _without_last(rank: int, name: str) -> str:
+def _name_without_last_rank(rank: int, name: str) -> str:
     """Return the name with the rank replaced where it comes last before the step: in `llama2_7b_rank_2` only once."""
     return _replaced_last(rank, name, _end_of_stem(name))
 
@@ -112,7 +112,7 @@ def _end_of_stem(name: str) -> int:
 NAME_WAYS: tuple[Callable[[int, str], str], ...] = (
     lambda _, name: name,
     name_without_rank,
-    _without_last,
+    _name_without_last_rank,
 )
 
 
@@ -144,11 +144,11 @@ class _Name(NamedTuple):
     is_step: tuple[bool, ...]  # of each number, whether it looks like an epoch or a step
     ends_in_step: bool  # whether the last two are an epoch and a step, as MindSpore ends names
 
-    def moment(self, number: int) -> str:
-        """Return what one of the numbers, which looks like a step, says."""
-        if self.ends_in_step and number >= len(self.numbers) - 2:
+    def moment(self, place: int) -> str:
+        """Return the moment that the number at a place in `numbers` says; it looks like a step."""
+        if self.ends_in_step and place >= len(self.numbers) - 2:
             return f"epoch {self.numbers[-2]} step {self.numbers[-1]}"
-        return f"step {self.numbers[number]}"
+        return f"step {self.numbers[place]}"
 
 
 def choose(candidates: Mapping[int, list[Path]], path: str, *, is_selected: bool = False) -> FileChoice:
@@ -177,14 +177,14 @@ def require_one_step(files: Mapping[int, Path], path: str) -> None:
     """Raise DisagreementError if the names of the files, by rank, are of different epochs or steps."""
     for names in _by_wording(files).values():
         ranks = list(names)
-        for number in _numbers_that_differ(names):
-            if not names[ranks[0]].is_step[number] or _are_of_one_moment(names, number):
+        for place in _places_that_differ(names):
+            if not names[ranks[0]].is_step[place] or _are_of_one_moment(names, place):
                 continue
-            first, other = ranks[0], _first_other(names, number)
+            first, other = ranks[0], _first_other(names, place)
             raise DisagreementError(
                 "the shards are of different moments",
-                expected=f"{names[first].moment(number)}, as {files[first].name} of rank {first}",
-                got=f"{names[other].moment(number)}: {files[other].name} of rank {other}",
+                expected=f"{names[first].moment(place)}, as {files[first].name} of rank {first}",
+                got=f"{names[other].moment(place)}: {files[other].name} of rank {other}",
                 where=path,
                 remedy="restore the missing shards, or choose one moment with --select",
             )
@@ -211,13 +211,13 @@ def _of_other_numbers(files: Mapping[int, Path]) -> Iterator[tuple[int, int]]:
     """Yield two ranks for each number in which names of the same words differ and that is not the rank's."""
     for names in _by_wording(files).values():
         ranks = list(names)
-        for number in _numbers_that_differ(names):
-            values = [name.numbers[number] for name in names.values()]
+        for place in _places_that_differ(names):
+            values = [name.numbers[place] for name in names.values()]
             if not any(_follows(values, ranks, first) for first in (0, 1)):
                 others = (
                     rank for rank, value in zip(ranks, values) if value not in (values[0], values[0] + rank - ranks[0])
                 )
-                yield ranks[0], next(others, _first_other(names, number))
+                yield ranks[0], next(others, _first_other(names, place))
 
 
 def _require_no_parts(candidates: Mapping[int, list[Path]], path: str) -> None:
@@ -293,16 +293,16 @@ def _warnings(files: Mapping[int, Path], path: str) -> Iterator[str]:
         )
 
 
-def _numbers_that_differ(names: Mapping[int, _Name]) -> Iterator[int]:
-    """Yield which of the numbers in names of the same words are not the same in all."""
+def _places_that_differ(names: Mapping[int, _Name]) -> Iterator[int]:
+    """Yield the places of the numbers in names of the same words that are not the same in all."""
     numbers = enumerate(zip(*(name.numbers for name in names.values())))
     return (number for number, values in numbers if len(set(values)) > 1)
 
 
-def _first_other(names: Mapping[int, _Name], number: int) -> int:
-    """Return the first rank whose name has another number than the first rank's name."""
-    first = next(iter(names.values())).numbers[number]
-    return next(rank for rank, name in names.items() if name.numbers[number] != first)
+def _first_other(names: Mapping[int, _Name], place: int) -> int:
+    """Return the first rank whose name has another number at a place than the first rank's name."""
+    first = next(iter(names.values())).numbers[place]
+    return next(rank for rank, name in names.items() if name.numbers[place] != first)
 
 
 def _by_wording(files: Mapping[int, Path]) -> dict[tuple[str, ...], dict[int, _Name]]:
@@ -325,14 +325,14 @@ def _parsed(name: str) -> _Name:
     return _Name((*texts[:-1], f"{texts[-1]}.{ending}"), numbers, is_step, ends_in_step)
 
 
-def _are_of_one_moment(names: Mapping[int, _Name], number: int) -> bool:
-    """Tell whether a number that looks like a step is equal in all names, or is the rank's own number.
+def _are_of_one_moment(names: Mapping[int, _Name], place: int) -> bool:
+    """Tell whether the number at a place, which looks like a step, is equal in all names, or is the rank's own number.
 
     Our own names end in the rank, whatever the user has put before it: `checkpoint_3`, `net-1_3`.
     """
-    values = [name.numbers[number] for name in names.values()]
+    values = [name.numbers[place] for name in names.values()]
     name = next(iter(names.values()))
-    is_epoch = name.ends_in_step and number == len(name.numbers) - 2
+    is_epoch = name.ends_in_step and place == len(name.numbers) - 2
     return len(set(values)) == 1 or (not is_epoch and _follows(values, list(names), 0))
 
 

@@ -45,7 +45,9 @@ class ShardFiles(NamedTuple):
     # whether an index lists the contents of the files, which make up one full checkpoint; their rank is then 0
     is_folder: bool = False
     by_branch: bool = False  # whether each file of a rank, or each folder, is a branch, which its name says
-    folders: tuple[str, ...] = ()  # the folders with an index that make up the checkpoint, if it is not `path` itself
+    # the folders (with an index, or with files that tell by their names what belongs together) that make up the
+    # checkpoint, if it is not `path` itself
+    folders: tuple[str, ...] = ()
     src_files: int | None = None  # how many files were saved, if the caller says so
     latest: str = ""  # the name of the folder, if a file beside it names it as the latest of several
     # the structure of the first file, if it was read to learn whose it is, so that it is parsed once

@@ -207,7 +207,7 @@ def open_run(
     source_commit = _noted_commit(source) if request.verify else None
     # The commit has a sum of each whole tensor, not of each shard, so replicas must be compared in full.
     replicas = request.replicas if source_commit is None else Replicas.CHECK
-    planner = _as_they_are(request, source, read.target, traits, replicas)
+    planner = _plain_planner(request, source, read.target, traits, replicas)
     planner, map_digests = planner_with_maps(request, planner, packing_of(request, source, name))
 
     def reserve_to_plan(planner: Planner, targets: int) -> None:
@@ -215,7 +215,7 @@ def open_run(
 
     if traits.split_by_size or (traits.packs and planner.mapped is not None):
         reserve_to_plan(planner, 1)
-        planner, request = _into_files(request, planner, traits)
+        planner, request = _planner_of_files(request, planner, traits)
         read = read._replace(target=planner.target)
     targets = chosen_targets(request, planner)
     if is_checked_later:
@@ -236,7 +236,7 @@ def _noted_commit(source: SourceCheckpoint) -> CommittedSums | None:
     return commit if is_to_be_held(commit, source.files) else None
 
 
-def _as_they_are(
+def _plain_planner(
     request: Request, source: SourceCheckpoint, target: Strategy, traits: formats.FormatInfo, replicas: Replicas
 ) -> Planner:
     """Return the planner of targets from the tensors of the source as they are."""
@@ -251,7 +251,7 @@ def _as_they_are(
     )
 
 
-def _into_files(request: Request, planner: Planner, traits: formats.FormatInfo) -> tuple[Planner, Request]:
+def _planner_of_files(request: Request, planner: Planner, traits: formats.FormatInfo) -> tuple[Planner, Request]:
     """Return a planner of the files that targets are packed into, or that are filled up to a size; and the request."""
     if traits.split_by_size:
         whole = planner.plan(0, checked=False).tensors.specs

@@ -8,7 +8,7 @@ from itertools import islice
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from reshard_mpi.checkpoints.compare_replicas import compare_checks, digests_of, numbers_counted
+from reshard_mpi.checkpoints.compare_replicas import compare_checks, read_beginnings, read_counters
 from reshard_mpi.checkpoints.compare_samples import rank_of_another_stage, require_one_of_stages, sample_findings
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.refuse_sources import require_files_meant
@@ -356,14 +356,14 @@ class Planner:
             return ()
         strategy = self.planned_source.strategy
         counters = moment_counters(manifests, lambda name: bool(find_or_follow(strategy, name, lambda _: True)))
-        return numbers_counted(counters, self.limits)
+        return read_counters(counters, self.limits)
 
     def _beginnings(self, plan: RankPlan) -> tuple[PrefixDigest, ...]:
         strategy = self.planned_source.strategy
         if strategy.world_size == 1 or self._keeps_each_ranks_own:
             return ()  # there is nothing else to take
         texts = text_digests(plan, of_stages=strategy.stages > 1)
-        return (*texts, *digests_of(unlisted_beginnings(plan), self.limits))
+        return (*texts, *read_beginnings(unlisted_beginnings(plan), self.limits))
 
     def _differing(self, checks: Iterable[Check]) -> tuple[Differing, ...]:
         """Return the tensors whose copies differ, where targets get one of these alone."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -167,6 +167,11 @@ class TargetPlans:
         plans._plan_all()
         return plans
 
+    @property
+    def to_write(self) -> KeysView[int]:
+        """The targets that are to be written: those planned that were not complete."""
+        return self.inputs.keys()
+
     def _plan_all(self) -> None:
         ranks = (*((rank, True) for rank in self.own.leads), *((rank, False) for rank in self.own.assists))
         planned_ranks = sum(len(each.leads) + len(each.assists) for each in self.assignments)
@@ -180,7 +185,7 @@ class TargetPlans:
         notes = (*self.memory.governor().notes, *self.run.target_notes, *beside)
         begun = PlanReport(Outcome.begun(self.run.planner, notes), self._choice)
         joined = begun.joined(report_of(PlanReport, report) for report in planned)
-        led = sum(rank in self.inputs for rank in self.own.leads)
+        led = sum(rank in self.to_write for rank in self.own.leads)
         due = Totals(self.led_bytes, led, ready=len(joined.outcome.targets))
         self.report = joined._replace(space_needs=space, due=due)
 
@@ -226,7 +231,7 @@ class TargetPlans:
         a group by itself.
         """
         ceiling_bytes, alike = self.memory.governor().ceiling_bytes, dict[tuple[int, ...], list[int]]()
-        for rank in (rank for rank in self.own.whole if rank in self.inputs):
+        for rank in (rank for rank in self.own.whole if rank in self.to_write):
             if rank not in self.further_bytes:
                 yield [rank]
                 continue

@@ -250,7 +250,7 @@ def _compare(plans: TargetPlans, planned: PlanReport, mine: Sequence[ReplicaGrou
 def _compare_parts(mapped: MappedCheckpoint, plans: TargetPlans) -> None:
     """Compare parts of tensors that the source has twice and that a format that packs writes once (step 3)."""
     memory, progress = plans.memory, plans.progress
-    files, limits = [rank for rank in plans.own.leads if rank in plans.inputs], plans.run.planner.limits
+    files, limits = [rank for rank in plans.own.leads if rank in plans.to_write], plans.run.planner.limits
     own_bytes = mapped.compared_bytes(files)
     size_bytes = sum(together(plans.comm, lambda: own_bytes))
     if size_bytes:
@@ -268,7 +268,7 @@ def _compare_parts(mapped: MappedCheckpoint, plans: TargetPlans) -> None:
 
 def _begin(plans: TargetPlans) -> None:
     """Make the target folder ready, if this process has anything to write (step 4)."""
-    if not plans.inputs:
+    if not plans.to_write:
         return
     # A process alone asks for all that it will need: once something is written it cannot start over.
     if plans.comm.size == 1:

@@ -33,7 +33,7 @@ def write_targets(plans: TargetPlans) -> Outcome:
     asked for each target; while this process waits for others of the run, processes in line get it.
     """
     writer, comm = Writer(plans), plans.comm
-    plans.progress.display.assigned(tuple(rank for rank in plans.own.leads if rank in plans.inputs))
+    plans.progress.display.assigned(tuple(rank for rank in plans.own.leads if rank in plans.to_write))
     if not any(work.slices for work in plans.assignments):
         return writer.write_alone()
     shared = SharedTargets(writer, plans)
@@ -115,7 +115,7 @@ class SharedTargets:
             return FillReport(reserved=(reserved,))
 
         shared = {each.target for each in self._plans.own.slices}
-        ranks = [rank for rank in self._plans.own.leads if rank in shared and rank in self._plans.inputs]
+        ranks = [rank for rank in self._plans.own.leads if rank in shared and rank in self._plans.to_write]
         return FillReport().joined(report_of(FillReport, self._writer.attempt(rank, reserve_one)) for rank in ranks)
 
     def fill(self, reservations: Mapping[int, Reserved]) -> FillReport:
@@ -131,7 +131,7 @@ class SharedTargets:
         return self._of_slices(self._plans.own.slices, reservations, fill_one)
 
     def verify(self, reservations: Mapping[int, Reserved], parts: Sequence[FillReport]) -> FillReport:
-        """Compare this process's shares of the targets that all have filled with their sources."""
+        """Compare this process's slices of the targets that all have filled with their sources."""
 
         def verify_one(
             own: TargetSlice, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span, waited_seconds: float
@@ -148,10 +148,10 @@ class SharedTargets:
         reservations: Mapping[int, Reserved],
         do: Callable[[TargetSlice, RankPlan, Manifest, int, Span, float], FillReport],
     ) -> FillReport:
-        """Apply a function to each share whose target has been reserved; return the joined results.
+        """Apply a function to each slice whose target has been reserved; return the joined results.
 
         Args:
-            do: takes the share, the target's plan and manifest, its open file, the share's range in it, and how long
+            do: takes the slice, the target's plan and manifest, its open file, the slice's range in it, and how long
                 memory was waited for.
         """
 
