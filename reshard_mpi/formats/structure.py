@@ -270,25 +270,15 @@ def check_names(path: str, names: list[str]) -> None:
         try:
             length_bytes = len(name.encode())
         except UnicodeEncodeError as error:
-            raise TargetError(
-                "a tensor's name is no Unicode text",
-                got=repr(name),
-                where=path,
-                remedy="rename it with a map (--map), or leave it out (--exclude)",
-            ) from error
+            raise _misnamed("a tensor's name is no Unicode text", repr(name), path) from error
         if not 0 < length_bytes <= MAX_NAME_BYTES:
-            raise TargetError(
-                "a tensor's name has a length that cannot be stored",
-                expected=f"1 to {MAX_NAME_BYTES} bytes",
-                got=f"{length_bytes} bytes: {name[:60]!r}",
-                where=path,
-                remedy="rename it with a map (--map), or leave it out (--exclude)",
-            )
+            got, expected = f"{length_bytes} bytes: {name[:60]!r}", f"1 to {MAX_NAME_BYTES} bytes"
+            raise _misnamed("a tensor's name has a length that cannot be stored", got, path, expected)
         if name in seen:
-            raise TargetError(
-                "two entries of one shard have the same name",
-                got=repr(name),
-                where=path,
-                remedy="rename it with a map (--map), or leave it out (--exclude)",
-            )
+            raise _misnamed("two entries of one shard have the same name", repr(name), path)
         seen.add(name)
+
+
+def _misnamed(problem: str, got: str, path: str, expected: str = "") -> TargetError:
+    remedy = "rename it with a map (--map), or leave it out (--exclude)"
+    return TargetError(problem, expected=expected, got=got, where=path, remedy=remedy)
