@@ -135,11 +135,9 @@ def _of_another_step(first: ModelStates, folder: str) -> Iterator[str]:
 
 def _tensor_parallel_ranks(states: RankStates, files: TagFiles) -> int:
     """Return over how many ranks parameters are cut. With a pipeline its stages are model-parallel ranks as well."""
-    return (
-        states.model_ranks
-        if states.first.module is not None
-        else 1 + max((own.model for own in files.layers), default=0)
-    )
+    if states.first.module is not None:
+        return states.model_ranks
+    return 1 + max((own.model for own in files.layers), default=0)
 
 
 def _universal(states: RankStates, weights: Mapping[str, Value], folder: str) -> DeepSpeedTraining:

@@ -300,10 +300,8 @@ def _require_one_moment(models: Mapping[Ranks, ModelStates], optimizers: Mapping
     for other in others:
         for key in _OF_ONE_SAVE:
             _require_same(key, first.path, first.values.get(key), other.path, other.values.get(key))
-        for key, is_of in {"dp_world_size": first.data_ranks, "mp_world_size": first.model_ranks}.items():
-            _require_same(
-                key, first.path, is_of, other.path, other.data_ranks if key == "dp_world_size" else other.model_ranks
-            )
+        _require_same("dp_world_size", first.path, first.data_ranks, other.path, other.data_ranks)
+        _require_same("mp_world_size", first.path, first.model_ranks, other.path, other.model_ranks)
     if not optimizers:
         return
     first_share = next(iter(optimizers.values()))

@@ -7,9 +7,7 @@ is what `slice_rules.py` has read.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
-from operator import mul
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import LayoutError, ShardError
@@ -27,9 +25,10 @@ from reshard_mpi.formats.deepspeed.slice_rules import (
     numbers_of,
 )
 from reshard_mpi.formats.deepspeed.training_tree import DeepSpeedTraining
-from reshard_mpi.formats.locations import ByteRange, ByteRanges, Location, Reduced, StridedView
+from reshard_mpi.formats.locations import Location, Reduced
 from reshard_mpi.formats.nest.nodes import MODEL, Dict, Value, entry_of
-from reshard_mpi.formats.torch.file_content import TensorPieces
+from reshard_mpi.formats.torch.file_content import HeldTensor, TensorPieces
+from reshard_mpi.formats.torch.pickler import row_major_strides
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout, fitted_to_part
 from reshard_mpi.sharding.strategy import Strategy
@@ -190,7 +189,7 @@ def _mapped_part(rules: SliceRules, name: str, piece: Value, rank: int, whole: _
     if entry_of(piece, "scale") in (None, 1) and size is not None and source is not None and target is not None:
         row = math.prod(shape[1:])
         start, left = [], source[0]
-        for step in _row_major(whole):
+        for step in row_major_strides(whole):
             start.append(left // step)
             left %= step
         stop = tuple(map(sum, zip(start, size)))
@@ -199,7 +198,7 @@ def _mapped_part(rules: SliceRules, name: str, piece: Value, rank: int, whole: _
             and all(end <= length for end, length in zip(stop, whole))
             and left == 0
         )
-        is_row_major = source[1] == _row_major(whole) and target[1] == _row_major(shape)
+        is_row_major = source[1] == row_major_strides(whole) and target[1] == row_major_strides(shape)
         in_rows = size[1:] == shape[1:] and target[0] % max(row, 1) == 0
         first_row = target[0] // max(row, 1)
         if is_box and is_row_major and in_rows and (not size or first_row + size[0] <= shape[0]):
@@ -263,22 +262,7 @@ def _rows(slice_: TensorPieces, place: Location, part: _SlicePart) -> Location:
     """Return where the rows of a slice are that are a part of the whole."""
     if not slice_.shape or part.box.shape[:1] == slice_.shape[:1]:
         return place
-    row_bytes = slice_.dtype.itemsize_bytes * math.prod(slice_.shape[1:])
-    if isinstance(place, StridedView):
-        return place._replace(offset_bytes=place.offset_bytes + part.first_row * place.strides_bytes[0])
-    assert isinstance(place, ByteRanges)
-    first = part.first_row * row_bytes
-    return place._replace(ranges=tuple(_cut(place.ranges, first, first + part.box.shape[0] * row_bytes)))
-
-
-def _cut(ranges: Sequence[ByteRange], first: int, end: int) -> Iterator[ByteRange]:
-    """Yield the bytes from number `first` to `end` of a stream of byte ranges."""
-    start = 0
-    for run in ranges:
-        low, high = max(first, start), min(end, start + run.length_bytes)
-        if low < high:
-            yield ByteRange(run.path, run.offset_bytes + low - start, high - low)
-        start += run.length_bytes
+    return HeldTensor(slice_.dtype, slice_.shape, place).rows(part.first_row, part.box.shape[0])
 
 
 def joined(trainings: Sequence[DeepSpeedTraining], rules: SliceRules) -> DeepSpeedTraining:
@@ -370,11 +354,6 @@ def _strided(value: Value) -> tuple[int, tuple[int, ...]] | None:
         return None
     strides = numbers_of(value[1])
     return None if strides is None else (value[0], strides)
-
-
-def _row_major(shape: _Shape) -> tuple[int, ...]:
-    """Return the strides of a row-major tensor, in elements."""
-    return tuple(accumulate((1, *reversed([max(size, 1) for size in shape[1:]])), mul))[::-1] if shape else ()
 
 
 def _shown(shapes: Sequence[_Shape]) -> str:
