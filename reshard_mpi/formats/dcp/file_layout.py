@@ -20,7 +20,7 @@ from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.dcp.bulk_metadata import MAX_NUMBER
 from reshard_mpi.formats.manifest import ShardSpec
-from reshard_mpi.formats.nest.nodes import ORDERED_DICT, Call, Dict, Global, Value, parts
+from reshard_mpi.formats.nest.nodes import ORDERED_DICT, Call, Dict, Global, NestTensor, Value, parts
 from reshard_mpi.formats.tensor_table import TensorTable, TensorType
 from reshard_mpi.formats.torch.archive import (
     ALIGNMENT_BYTES,
@@ -87,7 +87,7 @@ def of_object(value: Value, contents: Mapping[str, tuple[TensorType, bytes]]) ->
 def _with(written: Mapping[str, WrittenTensor], value: Value) -> Value:
     """Return a value with tensors in place of their leaves."""
     kind = type(value)
-    if kind is TensorLeaf:
+    if kind is NestTensor:
         return written[value.name]
     if kind is list or kind is tuple:
         return kind(_with(written, part) for part in value)
@@ -123,12 +123,6 @@ _COUNTER = Global("collections", "Counter")
 _DICTIONARIES = frozenset((_COUNTER, ORDERED_DICT, Global("collections", "defaultdict")))
 # Lists may lack items, which torch fills with None: empty dictionaries before.
 _MOST_LACKING = 1 << 16
-
-
-class TensorLeaf(NamedTuple):
-    """A tensor of the checkpoint in a tree."""
-
-    name: str
 
 
 def tree_of(values: Iterable[tuple[Keys, Value]], where: str) -> Value:
@@ -250,14 +244,14 @@ def _is_dictionary(value: Value) -> bool:
 def _has_more(values: list[Value]) -> bool:
     """Tell whether there are tensors or dictionaries in a list, or in lists in it."""
     return any(
-        type(value) is TensorLeaf or _is_dictionary(value) or (type(value) is list and _has_more(value))
+        type(value) is NestTensor or _is_dictionary(value) or (type(value) is list and _has_more(value))
         for value in values
     )
 
 
 def tensors_in(value: Value) -> Iterator[str]:
     """Yield the names of the tensors in a value."""
-    if type(value) is TensorLeaf:
+    if type(value) is NestTensor:
         yield value.name
     for part in parts(value):
         yield from tensors_in(part)

@@ -29,7 +29,7 @@ from reshard_mpi.formats.deepspeed.layout import (
 from reshard_mpi.formats.deepspeed.model_parts import ModelParts, parts_of, second_names
 from reshard_mpi.formats.deepspeed.parameters import TIED
 from reshard_mpi.formats.deepspeed.ranks import TargetNames
-from reshard_mpi.formats.deepspeed.torch_forms import EngineNest, is_nest_tensor, loss_scaler, nest_of
+from reshard_mpi.formats.deepspeed.torch_forms import EngineNest, loss_scaler, nest_of
 from reshard_mpi.formats.deepspeed.training_tree import (
     SETTINGS,
     config_for,
@@ -42,7 +42,7 @@ from reshard_mpi.formats.deepspeed.training_tree import (
 from reshard_mpi.formats.deepspeed.weight_copies import compared_parts, weights_made_of
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.nest import flatten_tree
-from reshard_mpi.formats.nest.nodes import MODEL, Dict, Value, entry_of
+from reshard_mpi.formats.nest.nodes import MODEL, Dict, Value, entry_of, is_nest_tensor
 from reshard_mpi.formats.protocol import Packed, PackingOptions, Part
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.sharding.box import Box

@@ -17,7 +17,17 @@ from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.deepspeed.flat_groups import type_in
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
-from reshard_mpi.formats.nest.nodes import ORDERED_DICT, Call, Dict, Global, NestError, NestTensor, Value, entry_of
+from reshard_mpi.formats.nest.nodes import (
+    ORDERED_DICT,
+    Call,
+    Dict,
+    Global,
+    NestError,
+    NestTensor,
+    Value,
+    entry_of,
+    is_nest_tensor,
+)
 from reshard_mpi.formats.protocol import Packed
 from reshard_mpi.formats.tensor_table import TensorType
 
@@ -26,10 +36,6 @@ _GROUPS, _STATE, _PARAMETERS = "param_groups", "state", "params"
 # What DeepSpeed begins with in fp16, by the names in its settings (runtime/fp16 and precision_config.py).
 _BEGIN = {"initial_scale_power": 16, "loss_scale_window": 1000, "min_loss_scale": 1, "hysteresis": 2}
 _FACTOR = 2.0
-
-
-def is_nest_tensor(value: Value) -> bool:
-    return type(value) is NestTensor
 
 
 class _GroupedOptimizer(NamedTuple):

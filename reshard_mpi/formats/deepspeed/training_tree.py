@@ -13,11 +13,11 @@ from reshard_mpi.formats.deepspeed.flat_groups import type_in
 from reshard_mpi.formats.deepspeed.layout import FlatGroupLayout
 from reshard_mpi.formats.deepspeed.parameters import TIED, TrainedParameter
 from reshard_mpi.formats.deepspeed.rank_files import ModelStates
-from reshard_mpi.formats.deepspeed.torch_forms import is_engines, is_nest_tensor, loss_scaler
+from reshard_mpi.formats.deepspeed.torch_forms import is_engines, loss_scaler
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import NEST, Manifest
 from reshard_mpi.formats.nest import flatten_tree
-from reshard_mpi.formats.nest.nodes import Dict, NestError, NestTensor, Value, entry_of
+from reshard_mpi.formats.nest.nodes import Dict, NestError, NestTensor, Value, entry_of, is_nest_tensor
 from reshard_mpi.formats.torch.file_content import HeldTensor, TensorPieces, held, listed
 from reshard_mpi.formats.torch.tensors import StoredTensor
 from reshard_mpi.text import shortened

@@ -120,13 +120,8 @@ class _Pickler:
             self.parts.append(reference)
             return
         write()
-        number = len(self._memo)
-        if number < 256:
-            self.parts.append(b"q%c" % number)
-            self._memo[key] = b"h%c" % number
-        else:
-            self.parts.append(b"r" + number.to_bytes(4, "little"))
-            self._memo[key] = b"j" + number.to_bytes(4, "little")
+        put, self._memo[key] = memo_opcodes(len(self._memo))
+        self.parts.append(put)
 
     def _global(self, name: Global) -> None:
         module, old_name = _OLD_NAMES.get(name) or (_OLD_MODULES.get(name.module, name.module), name.name)
@@ -207,6 +202,14 @@ class _Pickler:
         if not is_typed:
             self._global(Global("torch", kind.dtype.name))
         self.parts.append(b"tR")
+
+
+def memo_opcodes(number: int) -> tuple[bytes, bytes]:
+    """Return what puts the last object into the memo by a number, and what takes it from there."""
+    if number < 256:
+        return b"q%c" % number, b"h%c" % number
+    wide = number.to_bytes(4, "little")
+    return b"r" + wide, b"j" + wide
 
 
 def text_opcode(text: str) -> bytes:
