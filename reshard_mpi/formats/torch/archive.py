@@ -158,8 +158,7 @@ class Archive:
         end = self._read(end_start, _END.size) if end_start >= 0 else b""
         if not end.startswith(_END_MARK):
             raise self._damage(
-                "a shard does not end as an archive does: it is truncated, or something follows it",
-                max(end_start, 0),
+                "a shard does not end as an archive does: it is truncated, or something follows it", max(end_start, 0)
             )
         _, disk, directory_disk, here, count, length_bytes, start, comment_bytes = _END.unpack(end)
         directory_end = end_start
