@@ -147,14 +147,6 @@ class _Process:
         return bool(poll.poll(seconds * 1000))
 
 
-class _EndedError(Exception):
-    """The process ended before it answered."""
-
-    def __init__(self, exit_code: int | None) -> None:
-        super().__init__(exit_code)
-        self.exit_code = exit_code
-
-
 class _Keeper:
     """Keeps the process that has the library, for all threads in turn."""
 
@@ -167,11 +159,9 @@ class _Keeper:
         with self._lock:
             answered = False
             try:
-                answer = self._answer(request, payload)
+                answer = self._answer(request, where, payload)
                 answered = True
                 return answer
-            except _EndedError as error:
-                raise _failed(where, _cause(error.exit_code)) from None
             except TimeoutError:
                 raise _failed(where, f"no answer in {_PATIENCE_SECONDS:.0f} seconds") from None
             except ValueError as error:
@@ -180,7 +170,7 @@ class _Keeper:
                 if not answered:  # after an interrupt, too: the next request must not get the answer to this one
                     self._end()
 
-    def _answer(self, request: list[Any], payload: memoryview | None) -> tuple[str, Any]:
+    def _answer(self, request: list[Any], where: str, payload: memoryview | None) -> tuple[str, Any]:
         for attempt in range(2):
             if self._process is not None and not self._process.is_there:
                 self._end()
@@ -191,7 +181,7 @@ class _Keeper:
             except EOFError:
                 exit_code = self._end()
                 if exit_code or attempt:
-                    raise _EndedError(exit_code) from None
+                    raise _failed(where, _cause(exit_code)) from None
                 # It had just ended by itself, as it does when it is not needed, or cannot open another file.
         raise AssertionError("the second attempt has ended")
 
@@ -201,14 +191,8 @@ class _Keeper:
 
 
 _keeper = _Keeper()
-
-
-def _start_anew() -> None:
-    """In a fork: the process belongs to the parent, and a thread that held the lock is not here."""
-    _keeper.__init__()  # type: ignore[misc]
-
-
-os.register_at_fork(after_in_child=_start_anew)
+# In a fork the process belongs to the parent, and a thread that held the lock is not there.
+os.register_at_fork(after_in_child=_keeper.__init__)  # type: ignore[misc]
 
 
 def _ask(request: list[Any], where: str, payload: memoryview | None) -> Any:
@@ -290,13 +274,8 @@ def to_manifest(path: str, size_bytes: int, values: list[Any]) -> Manifest:
     """
     tensors, strings, identity = values
     entries = (_to_entry(path, size_bytes, *tensor) for tensor in tensors)
-    return Manifest(
-        path,
-        native_shard.NAME,
-        TensorTable(path, entries),
-        strings,
-        ShardIdentity(*identity) if identity else None,
-    )
+    own = ShardIdentity(*identity) if identity else None
+    return Manifest(path, native_shard.NAME, TensorTable(path, entries), strings, own)
 
 
 def _from_entry(entry: TensorEntry) -> list[Any]:
