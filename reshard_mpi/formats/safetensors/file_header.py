@@ -52,17 +52,16 @@ _MAX_LEFT_OUT, _MAX_SHOWN = 64, 100
 
 def is_plain(name: str) -> bool:
     """Tell whether a string of this name is an entry of the same name."""
-    return name not in _RESERVED and not name.startswith((STRING_PREFIX, _OF_ONE_FILE)) and is_storable(name)
+    return (
+        name not in _RESERVED
+        and not name.startswith((STRING_PREFIX, _OF_ONE_FILE))
+        and (0 < len(name.encode(errors="replace")) <= MAX_NAME_BYTES)
+    )
 
 
 def is_of_this_file(name: str) -> bool:
     """Tell whether an entry is about the file that it stands in, and nothing is lost if it is not kept."""
     return name in (FORMAT, CRC, REMOVED)
-
-
-def is_storable(name: str) -> bool:
-    """Tell whether shards may have a string of this name."""
-    return 0 < len(name.encode(errors="replace")) <= MAX_NAME_BYTES
 
 
 class PlainStrings:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import structure
@@ -142,6 +142,12 @@ class JsonReader:
         """Return the error for what was just read, with the byte up to which the text has been read."""
         where = f"{self.path}, byte {self._window_start + len(self._window[: self._at].encode())}"
         return ShardError(problem, expected=expected, got=got, where=where, remedy=remedy)
+
+    def require_new(self, name: str, known: Container[str], problem: str) -> None:
+        """Raise ShardError if a tensor's name is known already, which is the problem, or has an impossible length."""
+        if not 0 < len(name.encode()) <= structure.MAX_NAME_BYTES or name in known:
+            expected = f"each tensor once, by 1 to {structure.MAX_NAME_BYTES} bytes"
+            raise self.damage(f"{problem}, or the name is too long, or empty", expected=expected)
 
     def _decoded(self) -> tuple[Json, int] | None:
         """Return the value that comes next, and the index behind it; None if it may go on behind the window."""
