@@ -147,6 +147,21 @@ class SameParts(NamedTuple):
     problem: str
     remedy: str
 
+    @classmethod
+    def of_copy(cls, copy: Part, weight: str, dtype: str, framework: str, name: str) -> SameParts:
+        """Return parts of a weight and of its copy in float32, of which a framework makes the weight.
+
+        Args:
+            weight: the tensor; dtype: the name of the type that the copy is rounded to; name: what errors call it.
+        """
+        return cls(
+            copy._replace(source=weight, dtype=dtype),
+            copy._replace(dtype=dtype),
+            f"the weights of {name!r} are not what {framework} would make of their copy in float32",
+            f"leave the copy out (--exclude '{copy.source}', or '*.fp32_param' for all) to go on from these weights, or"
+            " change both in the source",
+        )
+
     def in_source(self, names: Mapping[str, str]) -> SameParts:
         """Return the same with other names of tensors."""
         first, second = (part._replace(source=names[part.source]) for part in (self.first, self.second))

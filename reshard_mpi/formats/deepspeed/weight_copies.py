@@ -12,11 +12,11 @@ from typing import NamedTuple
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.deepspeed.layout import STATE, WEIGHTS, ZeroLayout, vectors_of, whole_part
 from reshard_mpi.formats.deepspeed.model_parts import second_names
-from reshard_mpi.formats.deepspeed.torch_forms import is_nest_tensor, nest_of
+from reshard_mpi.formats.deepspeed.torch_forms import nest_of
 from reshard_mpi.formats.deepspeed.training_tree import CLIENT_STATE, KEPT
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.nest import flatten_tree
-from reshard_mpi.formats.nest.nodes import MODEL, Dict, NestTensor, Value, entry_of
+from reshard_mpi.formats.nest.nodes import MODEL, Dict, NestTensor, Value, entry_of, is_nest_tensor
 from reshard_mpi.formats.protocol import Packed, Part, SameParts
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.sharding.box import Box
@@ -74,13 +74,7 @@ def _of_copies(
                 continue
             name = name_of[part.source]
             dtype = own_types.get(MODEL + name, tensors[MODEL + name].dtype).name
-            yield SameParts(
-                part._replace(source=MODEL + name, dtype=dtype),
-                part._replace(dtype=dtype),
-                f"the weights of {name!r} are not what DeepSpeed would make of their copy in float32",
-                f"leave the copy out (--exclude '{part.source}', or '*.{WEIGHTS}' for all) to go on from these weights,"
-                " or change both in the source",
-            )
+            yield SameParts.of_copy(part, MODEL + name, dtype, "DeepSpeed", name)
 
 
 def _of_second_names(

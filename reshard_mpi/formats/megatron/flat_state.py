@@ -32,8 +32,8 @@ from reshard_mpi.formats.megatron.parameter_order import (
     TensorSlice,
     placed,
 )
-from reshard_mpi.formats.megatron.training_tree import FP32
-from reshard_mpi.formats.nest.nodes import Dict, Value, entry_of
+from reshard_mpi.formats.megatron.training_tree import FP32, is_of_experts
+from reshard_mpi.formats.nest.nodes import Dict, Value
 from reshard_mpi.formats.torch.file_content import FlatVector, TensorPieces
 from reshard_mpi.formats.torch.tensors import BY_TORCH_NAME
 from reshard_mpi.sharding.box import Box
@@ -45,8 +45,7 @@ _Family = tuple[list[int], int, int, range | None]
 def has_expert_groups(objects: Mapping[tuple[int, str], Mapping[int, Value]], chain: int) -> bool:
     """Tell whether a chained optimizer has groups of experts."""
     value = next(iter(objects.get((chain, "optimizer"), {}).values()), None)
-    groups = entry_of(value, "param_groups")
-    return any(type(group) is Dict and group.get("is_expert_parallel") is True for group in groups or [])
+    return is_of_experts(value)
 
 
 class ModelParallelSizes:

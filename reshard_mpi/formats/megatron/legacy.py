@@ -28,6 +28,7 @@ from reshard_mpi.formats.megatron.training_tree import (
     SavedTraining,
     chained,
     differing,
+    is_of_experts,
     is_of_group,
     kind_of_group,
     merged,
@@ -35,7 +36,6 @@ from reshard_mpi.formats.megatron.training_tree import (
     require_agreement,
     scaler_of,
     with_members,
-    without_members,
 )
 from reshard_mpi.formats.nest.nodes import Dict, Value, entry_of, text_pairs
 from reshard_mpi.formats.torch.file_content import HeldTensor, TensorPieces, held, text_of
@@ -139,7 +139,7 @@ def _optimizer(
     if any(len(own) != len(first) for own in optimizers.values()):
         got = " and ".join(map(str, sorted({len(own) for own in optimizers.values()})))
         raise not_of_one_save("as many optimizers on all ranks", got, folder)
-    of_experts = [_is_of_experts(own) for own in first] if len(first) > 1 else [None] * len(first)
+    of_experts = [is_of_experts(_inner(own)) for own in first] if len(first) > 1 else [None] * len(first)
     has_numbers = any(_inner(own).get("state") is not None for own in first)
     has_vectors = any(rank.vectors is not None for rank in ranks.ranks)
     state = _StateOfRanks()
@@ -177,7 +177,7 @@ def _optimizer(
 
 def _without_members(optimizer: Dict) -> Dict:
     groups = optimizer.get("param_groups")
-    own = [without_members(group) if type(group) is Dict else group for group in groups or []]
+    own = [group.without("params") if type(group) is Dict else group for group in groups or []]
     return Dict(["param_groups", own])
 
 
@@ -190,11 +190,6 @@ def _inner(optimizer: Dict) -> Dict:
     """Return torch's own optimizer, which lies in Megatron's or by itself."""
     inner = optimizer.get("optimizer")
     return inner if type(inner) is Dict else optimizer
-
-
-def _is_of_experts(optimizer: Dict) -> bool:
-    groups = _inner(optimizer).get("param_groups")
-    return any(type(group) is Dict and group.get("is_expert_parallel") is True for group in groups or [])
 
 
 class _StateOfRanks:

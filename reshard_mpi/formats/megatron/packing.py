@@ -27,7 +27,7 @@ from reshard_mpi.formats.megatron.layers import (
 )
 from reshard_mpi.formats.megatron.training_tree import FP32
 from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
-from reshard_mpi.formats.nest.nodes import MODEL, ORDERED_DICT, Call, Dict, NestError, NestTensor, Value
+from reshard_mpi.formats.nest.nodes import MODEL, ORDERED_DICT, Call, Dict, NestError, NestTensor, Value, is_nest_tensor
 from reshard_mpi.formats.protocol import Packed, PackingOptions, Part, SameParts
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.sharding.box import Box
@@ -268,13 +268,7 @@ def _copies_in(
             continue
         weight = found.weights[key]
         dtype = own_types.get(weight, tensors[weight].dtype).name
-        yield SameParts(
-            part._replace(source=weight, dtype=dtype),
-            part._replace(dtype=dtype),
-            f"the weights of {key!r} are not what Megatron would make of their copy in float32",
-            f"leave the copy out (--exclude '{part.source}', or '*.{FP32}' for all) to go on from these weights, or"
-            " change both in the source",
-        )
+        yield SameParts.of_copy(part, weight, dtype, "Megatron", key)
 
 
 def _state(
@@ -372,7 +366,7 @@ def _filled(parts: Iterable[Part], tensors: Mapping[str, TensorType], most_bytes
 def _text(root: Dict) -> str:
     """Return a tree as the text of a nest. Raises TargetError if it is too large."""
     try:
-        return flatten_tree.flatten(root, lambda value: type(value) is NestTensor).strings[NEST]
+        return flatten_tree.flatten(root, is_nest_tensor).strings[NEST]
     except NestError as error:
         raise _not_held("settings besides tensors of moderate size", error.problem) from None
 
