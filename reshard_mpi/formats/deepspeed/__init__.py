@@ -145,16 +145,9 @@ def _universal(states: RankStates, weights: Mapping[str, Value], folder: str) ->
     read = read_universal(folder, states)
     if states.model_ranks > 1:
         weights = dict(_of_several_ranks(states, read, folder))
-    return DeepSpeedTraining(
-        states.first,
-        weights,
-        read.trained,
-        {**dict(_frozen(states, 0)), **read.besides},
-        read.settings,
-        read.values,
-        read.starts,
-        read.path,
-    )
+    frozen = {**dict(_frozen(states, 0)), **read.besides}
+    of_optimizer = read.settings, read.values, read.starts, read.path
+    return DeepSpeedTraining(states.first, weights, read.trained, frozen, *of_optimizer)
 
 
 def _of_several_ranks(states: RankStates, read: UniversalStates, folder: str) -> Iterator[tuple[str, TensorPieces]]:

@@ -347,12 +347,8 @@ def _flat_groups(
     alignment = 1
     if is_aligned(training.config, stage):
         alignment = _ALIGNED_BYTES // math.gcd(_ALIGNED_BYTES, itemsize_bytes)
-    gaps, end = [], 0
-    for parameter in of_parts[0]:
-        gap = -(end + parameter.size) % alignment
-        gaps.append(gap)
-        end += parameter.size + gap
-    return [FlatGroupLayout(tuple(chain(*of_parts)), (*gaps[:-1], 0), number, len(of_parts))]
+    gaps = [-parameter.size % alignment for parameter in of_parts[0][:-1]]
+    return [FlatGroupLayout(tuple(chain(*of_parts)), (*gaps, 0), number, len(of_parts))]
 
 
 def _sub_groups(own: Sequence[LaidParameter], ranks: int, most: int) -> Iterator[list[LaidParameter]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import le
 from typing import NamedTuple
 
 from reshard_mpi.errors import LayoutError, ShardError
@@ -173,12 +174,9 @@ def _mapped(rules: SliceRules, name: str, own: Value, shapes: Sequence[_Shape]) 
         entry = entries.get(rank)
         pieces, said = entry_of(entry, "pieces"), numbers_of(entry_of(entry, "shard_shape"))
         if whole is None or said != shape or type(pieces) is not list:
-            raise _not_joined(
-                rules,
-                name,
-                f"an affine_map with a logical_shape and, for rank {rank}, pieces of the shape {list(shape)}",
-                "none of this rank" if said is None else f"a shard_shape of {list(said)}",
-            )
+            expected = f"an affine_map with a logical_shape and, for rank {rank}, pieces of the shape {list(shape)}"
+            got = "none of this rank" if said is None else f"a shard_shape of {list(said)}"
+            raise _not_joined(rules, name, expected, got)
         parts += [_mapped_part(rules, name, piece, rank, whole, shape) for piece in pieces]
     return _SliceLayout(whole or (), parts)
 
@@ -193,34 +191,22 @@ def _mapped_part(rules: SliceRules, name: str, piece: Value, rank: int, whole: _
             start.append(left // step)
             left %= step
         stop = tuple(map(sum, zip(start, size)))
-        is_box = (
-            len(size) == len(whole) == len(shape)
-            and all(end <= length for end, length in zip(stop, whole))
-            and left == 0
-        )
+        is_box = left == 0 and len(size) == len(whole) == len(shape) and all(map(le, stop, whole))
         is_row_major = source[1] == row_major_strides(whole) and target[1] == row_major_strides(shape)
         in_rows = size[1:] == shape[1:] and target[0] % max(row, 1) == 0
         first_row = target[0] // max(row, 1)
         if is_box and is_row_major and in_rows and (not size or first_row + size[0] <= shape[0]):
             return _SlicePart(rank, first_row, Box(tuple(start), stop))
-    raise _not_joined(
-        rules,
-        name,
-        "an affine_map whose pieces are boxes of the whole, whole rows of slices, unscaled",
-        f"a piece of rank {rank} that is not",
-    )
+    expected = "an affine_map whose pieces are boxes of the whole, whole rows of slices, unscaled"
+    raise _not_joined(rules, name, expected, f"a piece of rank {rank} that is not")
 
 
 def _without_padding(rules: SliceRules, name: str, layout: _SliceLayout) -> _SliceLayout:
     """Return a layout without the rows that only fill up a vocabulary."""
     rows = rules.vocabulary
     if rows is None or len(layout.shape) < 2:
-        raise _not_joined(
-            rules,
-            name,
-            f"original_vocab_size, and a tensor of 2 dimensions ({VOCABULARY})",
-            f"shape {list(layout.shape)}",
-        )
+        expected = f"original_vocab_size, and a tensor of 2 dimensions ({VOCABULARY})"
+        raise _not_joined(rules, name, expected, f"shape {list(layout.shape)}")
     parts = [
         part._replace(box=Box(part.box.start, (min(rows, part.box.stop[0]), *part.box.stop[1:])))
         for part in layout.parts
