@@ -159,17 +159,13 @@ def _optimizer(
     groups: list[Dict] = []
     for number in range(len(first)):
         own_groups = merged([_without_members(_inner(own[number])) for own in optimizers.values()], folder)
-        groups += (
-            [with_members(group, [*members.get((number, kind_of_group(group)), ())]) for group in own_groups]
-            if has_numbers
-            else own_groups
-        )
+        if has_numbers:
+            own_groups = [with_members(own, [*members.get((number, kind_of_group(own)), ())]) for own in own_groups]
+        groups += own_groups
     others = {key for own in optimizers.values() for each in own for key, _ in text_pairs(each) if key not in _READ}
-    left_out = [
-        *differing([*others], "of the optimizer, which is not read"),
-        *[f"the optimizer's state: {VECTOR_FILE}, which has it, is in no folder"]
-        * (not has_vectors and not has_numbers),
-    ]
+    left_out = [*differing([*others], "of the optimizer, which is not read")]
+    if not has_vectors and not has_numbers:
+        left_out.append(f"the optimizer's state: {VECTOR_FILE}, which has it, is in no folder")
     scalers = [own.get("grad_scaler") for of_rank in optimizers.values() for own in of_rank]
     scaler = scaler_of([scaler for scaler in scalers if scaler is not None], folder)
     return _JoinedState(state.joined(weights, folder), groups, scaler, tuple(left_out if first else ()))
@@ -282,11 +278,8 @@ def numbered_states(
     met = [_Place(0, 0) for _ in groups]
     unmet: list[RankTensor] = []
     for tensor in tensors:
-        fitting = [
-            number
-            for number, (group, place) in enumerate(zip(groups, met))
-            if _is_next(tensor, group, place, numbered, rank, reader)
-        ]
+        places = enumerate(zip(groups, met))
+        fitting = [number for number, place in places if _is_next(tensor, *place, numbered, rank, reader)]
         if len(fitting) > 1:
             usual = [n for n in fitting if is_of_group(groups[n].settings, tensor.key, len(tensor.shape))]
             fitting = usual if len(usual) == 1 else fitting
@@ -298,7 +291,7 @@ def numbered_states(
             raise _undecided(got, rank.path)
         (number,) = fitting
         group, place = groups[number], met[number]
-        own = dict(_state(tensor, numbered.get(group.numbers[place.parameters]), rank))
+        own = dict(_state(numbered.get(group.numbers[place.parameters]), rank))
         if not _is_single(tensor):
             own = {FP32: held(group.mains[place.mains], rank.starts, rank.path), **own}
         met[number] = _Place(place.parameters + 1, place.mains + (not _is_single(tensor)))
@@ -359,7 +352,7 @@ def _tensors(state: Value) -> Iterator[StoredTensor]:
         yield from (value for value in state.flat[1::2] if type(value) is StoredTensor)
 
 
-def _state(tensor: RankTensor, state: Value, rank: RankFiles) -> Iterator[tuple[str, Value]]:
+def _state(state: Value, rank: RankFiles) -> Iterator[tuple[str, Value]]:
     """Yield what an optimizer has of a parameter, by kind."""
     for kind, value in state.pairs() if type(state) is Dict else ():
         yield str(kind), held(value, rank.starts, rank.path) if type(value) is StoredTensor else value
