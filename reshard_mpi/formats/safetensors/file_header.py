@@ -52,16 +52,8 @@ _MAX_LEFT_OUT, _MAX_SHOWN = 64, 100
 
 def is_plain(name: str) -> bool:
     """Tell whether a string of this name is an entry of the same name."""
-    return (
-        name not in _RESERVED
-        and not name.startswith((STRING_PREFIX, _OF_ONE_FILE))
-        and (0 < len(name.encode(errors="replace")) <= MAX_NAME_BYTES)
-    )
-
-
-def is_of_this_file(name: str) -> bool:
-    """Tell whether an entry is about the file that it stands in, and nothing is lost if it is not kept."""
-    return name in (FORMAT, CRC, REMOVED)
+    is_storable = 0 < len(name.encode(errors="replace")) <= MAX_NAME_BYTES
+    return is_storable and name not in _RESERVED and not name.startswith((STRING_PREFIX, _OF_ONE_FILE))
 
 
 class PlainStrings:
@@ -363,7 +355,7 @@ class _HeaderReading:
         elif text == INT4_TAG:
             self._keep(structure.kept_bytes(key))
             self._int4[sys.intern(key)] = None
-        elif not is_of_this_file(key):
+        elif key not in (FORMAT, REMOVED):  # these are about the file that they stand in: nothing is lost
             self._plain.add(key, text)
 
     def _mark_int4(self) -> None:

@@ -75,19 +75,13 @@ class JsonReader:
 
     def members(self) -> Iterator[str]:
         """Take an object, and yield its keys."""
-        self._take("{")
-        if self._window.startswith("}", self._at):
-            self._take("}")
-            return
-        mark = ","
-        while mark == ",":
+        for _ in self._parts("{", "}"):
             if not self._window.startswith('"', self._at):
                 raise self.unexpected("a name")
             key = self.value()
             assert isinstance(key, str)
             self._take(":")
             yield key
-            mark = self._take(",}")
 
     def matches(self, pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
         """Yield matches of a pattern, one behind the other from the next character on; going on takes each."""
@@ -97,14 +91,18 @@ class JsonReader:
 
     def items(self) -> Iterator[None]:
         """Take an array; each value is the next to be taken when this yields."""
-        self._take("[")
-        if self._window.startswith("]", self._at):
-            self._take("]")
+        return self._parts("[", "]")
+
+    def _parts(self, begin: str, end: str) -> Iterator[None]:
+        """Take what stands between two marks: parts with commas between them, each to be taken when this yields."""
+        self._take(begin)
+        if self._window.startswith(end, self._at):
+            self._take(end)
             return
         mark = ","
         while mark == ",":
             yield
-            mark = self._take(",]")
+            mark = self._take(f",{end}")
 
     def text(self, most_bytes: int) -> str | None:
         """Take a string; None if it has more than about as many bytes: then it is passed over."""
