@@ -303,11 +303,10 @@ def put(
     if answer is None:
         return None
     date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")  # which something on the way may leave out
-    state = (
-        ObjectState.of(field_of(answer, "ETag", place), len(content), parsedate_to_datetime(date))
-        if date
-        else object_store.state_of(place)
-    )
+    if date:
+        state = ObjectState.of(field_of(answer, "ETag", place), len(content), parsedate_to_datetime(date))
+    else:
+        state = object_store.state_of(place)
     note(place, state)
     return state
 

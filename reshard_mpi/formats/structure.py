@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from operator import attrgetter
 
 from reshard_mpi.errors import ShardError, TargetError
 from reshard_mpi.filesystem.paths import file_kind_of, real_path
@@ -255,11 +256,8 @@ def not_as_written(path: str) -> ShardError:
 
 def require_as_written(read_again: Manifest, meant: Manifest) -> None:
     """Raise ShardError if what was read back differs from what was meant in tensors, strings or structure."""
-    if (read_again.tensors, read_again.strings, read_again.header_digest) != (
-        meant.tensors,
-        meant.strings,
-        meant.header_digest,
-    ):
+    parts = attrgetter("tensors", "strings", "header_digest")
+    if parts(read_again) != parts(meant):
         raise not_as_written(meant.path)
 
 

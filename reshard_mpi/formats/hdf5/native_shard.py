@@ -224,12 +224,8 @@ class _Index(NamedTuple):
 
     @property
     def places(self) -> TextPlaces:
-        sums = self.facts["sums"]
-        return TextPlaces(
-            self._place(self.facts["strategy"]),
-            self._place(self.facts["contents"]),
-            self._place(sums) if sums is not None else None,
-        )
+        strategy, contents, sums = (self.facts[name] for name in TextPlaces._fields)
+        return TextPlaces(self._place(strategy), self._place(contents), None if sums is None else self._place(sums))
 
     def _place(self, place: Sequence[int]) -> FileRange:
         offset_bytes, size_bytes = place

@@ -303,15 +303,8 @@ def _to_entry(
     global_shape: list[int] | None,
 ) -> TensorEntry:
     dtype = BY_NAME[dtype_name]
-    box = None if start is None else Box.at(start, shape)
-    return TensorEntry(
-        name,
-        dtype,
-        tuple(shape),
-        _to_source(path, size_bytes, dtype_name, source),
-        box,
-        tuple(global_shape) if global_shape is not None else None,
-    )
+    box, whole = None if start is None else Box.at(start, shape), None if global_shape is None else tuple(global_shape)
+    return TensorEntry(name, dtype, tuple(shape), _to_source(path, size_bytes, dtype_name, source), box, whole)
 
 
 def _to_source(path: str, size_bytes: int, dtype_name: str, source: list[Any]) -> ByteRanges | LibraryRead:

@@ -139,12 +139,8 @@ def axes_of(mesh: TensorMesh) -> tuple[tuple[int, ...], dict[MeshFactor, int]]:
     lengths: list[int] = []
     axis_of: dict[MeshFactor, int] = {}
     extent = mesh.world_size
-    factors = sorted(
-        (factor for dimension in mesh.dimensions for factor in dimension),
-        key=lambda factor: factor.stride,
-        reverse=True,
-    )
-    for factor in factors:
+    factors = (factor for dimension in mesh.dimensions for factor in dimension)
+    for factor in sorted(factors, key=lambda factor: factor.stride, reverse=True):
         step = factor.length * factor.stride
         if factor in axis_of or extent % step:
             raise UnclearError(f"a mesh whose dimensions do not count the ranks: {mesh.dimensions}")
@@ -257,11 +253,8 @@ class _Placing:
         self, mesh: TensorMesh, cuts: Mapping[int, Sequence[int]], global_shape: tuple[int, ...]
     ) -> tuple[Placement, Box]:
         """Return how a tensor is placed, and which part of it the file's own rank has."""
-        key = (
-            mesh,
-            tuple((dimension, *mesh_dimensions) for dimension, mesh_dimensions in sorted(cuts.items())),
-            global_shape,
-        )
+        ordered_cuts = tuple((dimension, *mesh_dimensions) for dimension, mesh_dimensions in sorted(cuts.items()))
+        key = mesh, ordered_cuts, global_shape
         if key not in self._known:
             counts = (
                 (dimension, math.prod(map(mesh.length, mesh_dimensions))) for dimension, mesh_dimensions in cuts.items()
