@@ -162,6 +162,8 @@ class _Keeper:
                 answer = self._answer(request, where, payload)
                 answered = True
                 return answer
+            except ShardError:  # the process has ended
+                raise
             except TimeoutError:
                 raise _failed(where, f"no answer in {_PATIENCE_SECONDS:.0f} seconds") from None
             except ValueError as error:
@@ -273,7 +275,7 @@ def to_manifest(path: str, size_bytes: int, values: list[Any]) -> Manifest:
     bytes.
     """
     tensors, strings, identity = values
-    entries = (_to_entry(path, size_bytes, *tensor) for tensor in tensors)
+    entries = (_to_entry(path, size_bytes, tensor) for tensor in tensors)
     own = ShardIdentity(*identity) if identity else None
     return Manifest(path, native_shard.NAME, TensorTable(path, entries), strings, own)
 
@@ -292,16 +294,8 @@ def _from_entry(entry: TensorEntry) -> list[Any]:
     return [entry.name, entry.dtype.name, entry.shape, source, start, entry.global_shape]
 
 
-def _to_entry(
-    path: str,
-    size_bytes: int,
-    name: str,
-    dtype_name: str,
-    shape: list[int],
-    source: list[Any],
-    start: list[int] | None,
-    global_shape: list[int] | None,
-) -> TensorEntry:
+def _to_entry(path: str, size_bytes: int, values: list[Any]) -> TensorEntry:
+    name, dtype_name, shape, source, start, global_shape = values
     dtype = BY_NAME[dtype_name]
     box, whole = None if start is None else Box.at(start, shape), None if global_shape is None else tuple(global_shape)
     return TensorEntry(name, dtype, tuple(shape), _to_source(path, size_bytes, dtype_name, source), box, whole)
