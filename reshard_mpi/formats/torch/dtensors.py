@@ -12,6 +12,7 @@ from reshard_mpi.formats.nest.nodes import Call, Dict, Value
 from reshard_mpi.formats.torch.tensors import DistributedTensor, StoredTensor, numbers
 from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement, ceil_lengths
 from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.sharding.value_checks import MAX_AXES
@@ -290,18 +291,7 @@ def placement_of(mesh: TensorMesh, cuts: Mapping[int, Sequence[int]], global_sha
 
 def part_of(placement: Placement, rank: int, global_shape: tuple[int, ...]) -> Box:
     """Return the box that a rank holds."""
-    uneven = dict(placement.sizes)
-    start, stop = [], []
-    for dimension, index in enumerate(placement.piece(rank).slices):
-        pieces = uneven.get(dimension)
-        if pieces is None:
-            length = global_shape[dimension] // placement.slices(dimension)
-            start.append(index * length)
-        else:
-            length = pieces[index]
-            start.append(sum(pieces[:index]))
-        stop.append(start[-1] + length)
-    return Box(tuple(start), tuple(stop))
+    return Layout(placement, global_shape).box(rank)
 
 
 def _global_shape(state: Dict) -> tuple[int, ...]:

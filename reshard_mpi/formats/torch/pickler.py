@@ -90,7 +90,7 @@ class _Pickler:
             put(text_opcode(value))
         elif kind is Dict:
             put(b"}")
-            self._pairs(value.flat)
+            self._batches(value.flat, b"u", 2)
         elif kind is list:
             put(b"]")
             self._batches(value, b"e", 1)
@@ -145,9 +145,6 @@ class _Pickler:
                 self.write(value)
             self.parts.append(opcode)
 
-    def _pairs(self, flat: list[Value]) -> None:
-        self._batches(flat, b"u", 2)
-
     def _call(self, value: Call) -> None:
         self._global(value.function)
         self._tuple(value.args)
@@ -155,16 +152,14 @@ class _Pickler:
         if value.items is not None:
             self._batches(value.items, b"e", 1)
         if value.flat is not None:
-            self._pairs(value.flat)
+            self._batches(value.flat, b"u", 2)
         if value.state is not None:
             self.write(value.state)
             self.parts.append(b"b")
 
     def _bytes(self, content: bytes) -> None:
-        if not content:
-            self._call(Call(BYTES, ()))
-            return
-        self._call(Call(CODECS_ENCODE, (content.decode("latin-1"), "latin1")))
+        args = content.decode("latin-1"), "latin1"
+        self._call(Call(CODECS_ENCODE, args) if content else Call(BYTES, ()))
 
     def _tensor(self, leaf: WrittenTensor) -> None:
         around = self._around.get(leaf.kind)
