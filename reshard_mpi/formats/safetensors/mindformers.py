@@ -261,8 +261,7 @@ def _require_step_of_folder(common: Dict, folder: str) -> None:
 
 
 def _dictionary(pairs: list[tuple[str, Any]]) -> Dict:
-    twice = len(pairs) - len(dict(pairs))
-    if twice:
+    if len(dict(pairs)) < len(pairs):
         raise ValueError("a name twice")
     return Dict.of(pairs)
 
