@@ -380,12 +380,7 @@ def _read(folder: str, name: str, files: Sequence[str]) -> dict[str, Value]:
 
 
 def _parameter(
-    name: str,
-    shape: tuple[int, ...],
-    own: Mapping[str, Value],
-    of_all: Mapping[str, Value],
-    number: int,
-    folder: str,
+    name: str, shape: tuple[int, ...], own: Mapping[str, Value], of_all: Mapping[str, Value], number: int, folder: str
 ) -> TrainedParameter:
     """Return a parameter with its state. Raises ShardError if a file does not hold as many elements as it has."""
     state: dict[str, TensorPieces] = {}

@@ -233,7 +233,7 @@ def _layout(
         tuple(
             laid
             for number, of_parts in enumerate(groups)
-            for laid in _flat_groups(of_parts, number, training, itemsize_bytes, ranks, stage)
+            for laid in _flat_groups(of_parts, number, training.config, itemsize_bytes, ranks, stage)
         )
         for groups in parts.groups
     )
@@ -318,12 +318,7 @@ def _names(value: Value) -> tuple[str, ...]:
 
 
 def _flat_groups(
-    of_parts: Sequence[Sequence[LaidParameter]],
-    number: int,
-    training: _NestedTraining,
-    itemsize_bytes: int,
-    ranks: int,
-    stage: int,
+    of_parts: Sequence[Sequence[LaidParameter]], number: int, config: Value, itemsize_bytes: int, ranks: int, stage: int
 ) -> list[FlatGroupLayout]:
     """Return the flat groups that the engine makes of one group of the optimizer.
 
@@ -332,7 +327,7 @@ def _flat_groups(
     """
     own = of_parts[0]
     if stage == 3:
-        most = sub_group_size(training.config)
+        most = sub_group_size(config)
         if most is None:
             raise TargetError(
                 "the size of a sub-group in ds_config cannot be followed",
@@ -341,11 +336,11 @@ def _flat_groups(
                 remedy="choose --zero-stage 1 or 2, or leave the setting out of the source",
             )
         return [FlatGroupLayout(tuple(part), (0,) * len(part), number) for part in _sub_groups(own, ranks, most)]
-    if has_round_robin(training.config, stage):
+    if has_round_robin(config, stage):
         places = round_robin(len(own), ranks // len(of_parts))
         of_parts = [[part[place] for place in places] for part in of_parts]
     alignment = 1
-    if is_aligned(training.config, stage):
+    if is_aligned(config, stage):
         alignment = _ALIGNED_BYTES // math.gcd(_ALIGNED_BYTES, itemsize_bytes)
     gaps = [-parameter.size % alignment for parameter in of_parts[0][:-1]]
     return [FlatGroupLayout(tuple(chain(*of_parts)), (*gaps, 0), number, len(of_parts))]

@@ -150,7 +150,7 @@ class _StoragesInFile:
 
     def __init__(self, kinds: Mapping[str, TensorType]) -> None:
         self.made: list[_WrittenStorage] = []
-        self._kinds = kinds
+        self.kinds = kinds
 
     def vector(self, vector: Vector, dtype: DType) -> WrittenTensor:
         """Return a tensor of one dimension in a storage of its own."""
@@ -160,7 +160,7 @@ class _StoragesInFile:
 
     def whole(self, name: str) -> WrittenTensor:
         """Return a part of the file as a tensor in a storage of its own."""
-        kind = self._kinds[name].unplaced
+        kind = self.kinds[name].unplaced
         return self._tensor(kind, {name: 0})
 
     def empty(self, dtype: DType) -> WrittenTensor:
@@ -195,7 +195,7 @@ def _written(spec: ShardSpec, path: str) -> _WrittenFile:
         leaves = {name.removesuffix(suffix): storages.whole(name) for name in of_settings}
         root = _optimizer_states(layout, number, _values(layout.optimizer, leaves, path), storages)
     elif of_weights < layout.model_files:
-        root = _model_states(layout, number, kinds, storages, path)
+        root = _model_states(layout, number, storages, path)
     else:
         root = _part_of_model(layout, number, storages, path)
     return _WrittenFile(root, storages.made)
@@ -300,17 +300,11 @@ def _scaler(value: Value) -> Call:
     return scaler
 
 
-def _model_states(
-    layout: ZeroLayout,
-    number: int,
-    kinds: Mapping[str, TensorType],
-    storages: _StoragesInFile,
-    path: str,
-) -> Dict:
+def _model_states(layout: ZeroLayout, number: int, storages: _StoragesInFile, path: str) -> Dict:
     """Return the object of a file of weights and settings."""
     rank, suffix = number - layout.optimizer_files, whole_part("", (), number).name
     model_rank = 0 if layout.is_sliced else rank
-    tensors = {name.removesuffix(suffix): storages.whole(name) for name in kinds if name.endswith(suffix)}
+    tensors = {name.removesuffix(suffix): storages.whole(name) for name in storages.kinds if name.endswith(suffix)}
     of_values = {name: tensor for name, tensor in tensors.items() if not name.startswith(MODEL)}
     values = dict(_values(layout.model, of_values, path).pairs())
     dtypes = {own.name: own.dtype for own in layout.frozen}

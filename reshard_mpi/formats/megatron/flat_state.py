@@ -157,12 +157,7 @@ def cells_of(key: str, tensor: TensorPieces) -> Cells:
 
 
 def parameters_of(
-    cells: Mapping[str, Cells],
-    weights: Mapping[str, Value],
-    part: int,
-    parts: int,
-    experts: range | None,
-    folder: str,
+    cells: Mapping[str, Cells], weights: Mapping[str, Value], part: int, parts: int, experts: range | None, folder: str
 ) -> Iterator[Parameter]:
     """Yield the parameters of a tensor-parallel rank: gated ones have two slices, one of each half."""
     for key, of_key in cells.items():

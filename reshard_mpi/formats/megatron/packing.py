@@ -65,6 +65,11 @@ class _SortedTensors(NamedTuple):
     others: list[str]
 
     @property
+    def copies(self) -> dict[str, str]:
+        """The copies of weights in float32."""
+        return self.state.get(FP32, {})
+
+    @property
     def moments(self) -> dict[str, dict[str, str]]:
         """The state that has the shapes of weights, but for copies of these."""
         return {kind: own for kind, own in self.state.items() if kind not in (_COUNTER, FP32)}
@@ -73,7 +78,7 @@ class _SortedTensors(NamedTuple):
     def trained(self) -> dict[str, None]:
         """The keys of the weights that the optimizer trains, in order."""
         moments = dict.fromkeys(key for own in self.moments.values() for key in own)
-        return moments or dict.fromkeys(self.state.get(FP32, ()))
+        return moments or dict.fromkeys(self.copies)
 
 
 def packed(
@@ -237,21 +242,17 @@ def _weights(
     own_types: Mapping[str, DType],
 ) -> Iterator[Part]:
     """Yield the chunks of weights. With another type (`--dtype`) they are their copies in float32, rounded."""
-    copies = found.state.get(FP32, {})
     for key, name in found.weights.items():
-        source, dtype = _origin(key, name, copies, tensors, own_types)
+        source, dtype = _origin(key, name, found, tensors, own_types)
         yield from _chunks("", places[key], source, tensors[name].shape, dtype)
 
 
 def _origin(
-    key: str,
-    name: str,
-    copies: Mapping[str, str],
-    tensors: Mapping[str, TensorType],
-    own_types: Mapping[str, DType],
+    key: str, name: str, found: _SortedTensors, tensors: Mapping[str, TensorType], own_types: Mapping[str, DType]
 ) -> tuple[str, str]:
     """Return the tensor that a weight is made of, and the type that it is rounded to; empty: its own."""
-    return (copies[key], tensors[name].dtype.name) if name in own_types and key in copies else (name, "")
+    is_rounded = name in own_types and key in found.copies
+    return (found.copies[key], tensors[name].dtype.name) if is_rounded else (name, "")
 
 
 def _copies_in(
@@ -261,7 +262,7 @@ def _copies_in(
 
     Megatron goes on from the copies, and makes the weights of these.
     """
-    key_of = {copy: key for key, copy in found.state.get(FP32, {}).items()}
+    key_of = {copy: key for key, copy in found.copies.items()}
     for part in parts:
         key = key_of.get(part.source)
         if key is None or not part.name.startswith(f"{_STATE}param."):
@@ -283,8 +284,8 @@ def _state(
         lacking = next((key for key in trained if key not in own), None)
         if lacking is not None:
             raise _not_held(f"{kind} of every parameter that the optimizer trains", f"none of {lacking!r}")
-    copies = {key: found.state.get(FP32, {}).get(key) or found.weights[key] for key in trained}
-    stray = next((name for key, name in found.state.get(FP32, {}).items() if key not in trained), None)
+    copies = {key: found.copies.get(key) or found.weights[key] for key in trained}
+    stray = next((name for key, name in found.copies.items() if key not in trained), None)
     if stray is not None:
         raise _not_held("moments of every weight that has a copy in float32", stray)
     for kind, own in {"param": copies, **kinds}.items():
@@ -394,12 +395,11 @@ def _parts_as_read(
     found: _SortedTensors, tensors: Mapping[str, TensorType], own_types: Mapping[str, DType]
 ) -> Iterator[Part]:
     """Yield whole tensors under the names that reading gives them."""
-    copies = found.state.get(FP32, {})
     for key, name in (found.weights | found.extra).items():
-        source, dtype = _origin(key, name, copies, tensors, own_types)
+        source, dtype = _origin(key, name, found, tensors, own_types)
         yield Part(MODEL + key, source, Box.whole(tensors[name].shape), dtype)
     for key in found.trained:
-        weight, name = found.weights[key], copies.get(key, found.weights[key])
+        weight, name = found.weights[key], found.copies.get(key, found.weights[key])
         if tensors[weight].dtype.name != _FLOAT32:
             dtype = "" if tensors[name].dtype.name == _FLOAT32 else _FLOAT32
             yield Part(f"{_STATE}{key}.{FP32}", name, Box.whole(tensors[name].shape), dtype)
