@@ -301,8 +301,6 @@ def open_object(path: str) -> ObjectFile:
     place = ObjectPlace.of(path)
     state = object_folders.state_of(place)
     if state is None:
-        kind, number = (
-            (IsADirectoryError, errno.EISDIR) if object_folders.is_folder(place) else (FileNotFoundError, errno.ENOENT)
-        )
-        raise kind(number, "no object is called so", str(place))
+        number = errno.EISDIR if object_folders.is_folder(place) else errno.ENOENT
+        raise OSError(number, "no object is called so", str(place))  # of the class that the number has
     return ObjectFile(path, place, state)
