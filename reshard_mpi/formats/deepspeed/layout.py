@@ -206,15 +206,11 @@ def vectors_of(layout: ZeroLayout, file: int) -> Iterator[RankVectors]:
             length = group.partition(ranks)
             padding = min(max((rank + 1) * length - group.size, 0), length)
             own = [*own_in_partition(sizes, group.gaps, length, rank)]
-        first = next(iter(parameters), None)
+        counters = layout.counters if parameters else ()
         yield RankVectors(
             Vector(length - padding, tuple(_parts_of(parameters, own, WEIGHTS, file))),
             {kind: Vector(length, tuple(_parts_of(parameters, own, kind, file))) for kind, _ in layout.kinds},
-            {
-                kind: whole_part(f"{STATE}{first.name}.{kind}", (), file)
-                for kind in layout.counters
-                if first is not None
-            },
+            {kind: whole_part(f"{STATE}{parameters[0].name}.{kind}", (), file) for kind in counters},
             padding,
             tuple((run.parameter, run.start, run.length) for run in own),
         )

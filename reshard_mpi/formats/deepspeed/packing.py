@@ -45,7 +45,6 @@ from reshard_mpi.formats.nest import flatten_tree
 from reshard_mpi.formats.nest.nodes import MODEL, Dict, Value, entry_of, is_nest_tensor
 from reshard_mpi.formats.protocol import Packed, PackingOptions, Part
 from reshard_mpi.formats.tensor_table import TensorType
-from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import shortened
 
 _OPTIMIZER = "optimizer."
@@ -94,13 +93,12 @@ def packed(
     layout = _layout(training, parts, tensors, own_types, ranks, stage)
     origins = weights_made_of(tensors, layout.shared, own_types)
     of_settings = flatten_tree.flatten(Dict([SETTINGS, [*training.settings]]), is_nest_tensor).tensors
-    files = [
-        [
-            *_optimizer_parts(layout, file),
-            *(Part(f"{name}@{file}", own.name, Box.whole(tensors[own.name].shape)) for name, own in of_settings),
-        ]
-        for file in range(layout.optimizer_files)
-    ]
+    files: list[list[Part]] = []
+    for number in range(layout.optimizer_files):
+        settings = (
+            whole_part(name, tensors[own.name].shape, number)._replace(source=own.name) for name, own in of_settings
+        )
+        files.append([*_optimizer_parts(layout, number), *settings])
     for number, whole in enumerate(_whole_in_files(layout, tensors)):
         of_file = (whole_part(own, tensors[own].shape, layout.optimizer_files + number) for own in whole)
         file = [part._replace(**origins[part.source]._asdict()) if part.source in origins else part for part in of_file]

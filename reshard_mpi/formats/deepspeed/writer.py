@@ -261,13 +261,11 @@ def _optimizer_states(layout: ZeroLayout, file: int, settings: Dict, storages: _
 
 def _addresses(group: FlatGroupLayout, own: RankVectors) -> Call:
     """Return where the parameters of a group lie in the partition of a rank."""
-    mapping = Call(ORDERED_DICT, ())
-    mapping.flat = []
+    addresses: dict[str, Value] = {}
     for number, start, length in own.slices:
-        address = Call(_ADDRESS, (), is_new=True)
+        addresses[group.parameters[number].name] = address = Call(_ADDRESS, (), is_new=True)
         address.state = Dict(["numel", length, "start", start])
-        mapping.flat += [group.parameters[number].name, address]
-    return mapping
+    return _ordered(addresses)
 
 
 def _release(version: Value) -> str:

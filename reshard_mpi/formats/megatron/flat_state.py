@@ -311,14 +311,12 @@ def _by_rank(
         for group in groups:
             buffers = of_chain[group]
             lengths = objects.get((chain, "per_bucket_numel_unpadded"), {}).get(group)
-            ranks.setdefault(chain, {})[group] = [
-                Buffer(
-                    _weights_type(dtypes[chain, group, number], folder),
-                    _buckets(group, number, buffers[number], folder),
-                )
-                for number in _without_gap(buffers, f"buffers of model-parallel rank {group}", folder)
-            ]
-            own = [[bucket.elements for bucket in buffer.buckets] for buffer in ranks[chain][group]]
+            found: list[Buffer] = []
+            for number in _without_gap(buffers, f"buffers of model-parallel rank {group}", folder):
+                dtype = _weights_type(dtypes[chain, group, number], folder)
+                found.append(Buffer(dtype, _buckets(group, number, buffers[number], folder)))
+            ranks.setdefault(chain, {})[group] = found
+            own = [[bucket.elements for bucket in buffer.buckets] for buffer in found]
             if type(lengths) is list and [*map(_lengths, lengths)] != own:
                 raise ShardError(
                     "the buckets of a Megatron checkpoint are not those that its optimizer lists",

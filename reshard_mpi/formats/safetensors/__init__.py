@@ -150,17 +150,9 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
         if like is not None and like.header_digest is not None and digest_of_file(file) == like.header_digest:
             return like.at(path)._replace(part_of=like.part_of or part_of(path, None))
         contents = read(file)
-        header_digest = digest_of_file(file)
-    return Manifest(
-        path,
-        NAME,
-        contents.tensors,
-        contents.strings,
-        header_digest=header_digest,
-        left_out=contents.left_out,
-        lacks_others=contents.lacks_others,
-        part_of=part_of(path, contents.sharding),
-    )
+        manifest = Manifest(path, NAME, contents.tensors, contents.strings, header_digest=digest_of_file(file))
+    part = part_of(path, contents.sharding)
+    return manifest._replace(left_out=contents.left_out, lacks_others=contents.lacks_others, part_of=part)
 
 
 def read_back(meant: Manifest) -> None:
