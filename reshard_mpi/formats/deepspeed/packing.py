@@ -147,11 +147,8 @@ def _training(nest: EngineNest) -> _NestedTraining:
     """Return the training that a nest is of. Raises TargetError if it is of none."""
     root, tensors = nest.root, nest.tensors
     groups = entry_of(entry_of(root, "optimizer"), "param_groups")
-    if (
-        type(groups) is not list
-        or not all(type(group) is Dict for group in groups)
-        or type(root.get("model")) is not Dict
-    ):
+    has_groups = type(groups) is list and all(type(group) is Dict for group in groups)
+    if not has_groups or type(root.get("model")) is not Dict:
         raise no_training("a model and an optimizer with its groups", shortened(list(tensors)) or "no tensors")
     names = [group.get("params") for group in groups]
     for own in names:

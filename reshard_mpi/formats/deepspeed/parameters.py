@@ -240,11 +240,7 @@ def _shapes(states: RankStates, model_rank: int, weights: Mapping[str, Value]) -
 
 def _shape(name: str, size: int, weights: Mapping[str, Value], path: str) -> tuple[int, ...]:
     own = name.split(".", 2)[2] if name.startswith(TIED) else None
-    named = (
-        tensor
-        for other, tensor in weights.items()
-        if other == name or (own is not None and other.partition(".")[2] == own)
-    )
+    named = (tensor for other, tensor in weights.items() if other == name or other.partition(".")[2] == own)
     shapes = {tensor.shape for tensor in named if type(tensor) is TensorPieces}
     if {math.prod(shape) for shape in shapes} != {size} or len(shapes) > 1:
         raise ShardError(

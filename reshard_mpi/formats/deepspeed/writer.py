@@ -239,11 +239,8 @@ def _optimizer_states(layout: ZeroLayout, file: int, settings: Dict, storages: _
     base = Dict(["state", state, "param_groups", groups])
     rest = dict(settings.get("rest").pairs())
     scaler = _scaler(settings.get("scaler"))
-    common = [
-        *("loss_scaler", scaler),
-        *("dynamic_loss_scale", scaler.function.name == _DYNAMIC),
-        *("overflow", rest.get("overflow", False)),
-    ]
+    common = ["loss_scaler", scaler, "dynamic_loss_scale", scaler.function.name == _DYNAMIC]
+    common += ["overflow", rest.get("overflow", False)]
     stage: list[Value] = ["zero_stage", Call(_STAGE, (layout.stage,))]
     version = _release(settings.get("ds_version"))
     clip = ["clip_grad", rest["clip_grad"]] if "clip_grad" in rest else []

@@ -215,11 +215,8 @@ def unflattened(name: str, tensor: TensorPieces, shape: tuple[int, ...], folder:
     for cell, runs in of_cell.items():
         runs.sort(key=lambda run: run[0].start[-1])
         ends = [0, *(box.stop[-1] for box, _ in runs)]
-        if (
-            [box.start[-1] for box, _ in runs] != ends[:-1]
-            or ends[-1] != row
-            or any(box.size != box.shape[-1] for box, _ in runs)
-        ):
+        starts = [box.start[-1] for box, _ in runs]
+        if [*starts, row] != ends or any(box.size != box.shape[-1] for box, _ in runs):
             raise ShardError(
                 f"the tensor {name!r} of a Megatron checkpoint lacks elements",
                 expected=f"{row} elements of the part at {list(cell)}, each once",
