@@ -156,8 +156,7 @@ def _of_several_ranks(states: RankStates, read: UniversalStates, folder: str) ->
     Buffers are whole in all files, and listed with their copies. Raises ShardError for a parameter that is not trained,
     since no file has it whole.
     """
-    dtype = type_in(states.first.values.get("ds_config"))
-    nothing = TensorPieces(dtype, (0,), ())
+    nothing = TensorPieces(type_in(states.first.values.get("ds_config")), (0,), ())
     yield from dict.fromkeys(read.trained, nothing).items()
     yield from read.besides.items()
     buffers: dict[str, TensorPieces] = {}

@@ -160,8 +160,7 @@ class _StoragesInFile:
 
     def whole(self, name: str) -> WrittenTensor:
         """Return a part of the file as a tensor in a storage of its own."""
-        kind = self.kinds[name].unplaced
-        return self._tensor(kind, {name: 0})
+        return self._tensor(self.kinds[name].unplaced, {name: 0})
 
     def empty(self, dtype: DType) -> WrittenTensor:
         """Return a tensor without elements, as parameters of stage 3 are in the files of weights."""

@@ -231,8 +231,7 @@ def _optimizers(groups: Iterable[Dict], scaler: Value) -> Dict:
     """Return the optimizer of a run; the groups of experts are of one of their own, where there are others."""
     parts: dict[bool, list[Value]] = {}
     for group in groups:
-        settings = group.without("params")
-        parts.setdefault(group.get(_OF_EXPERTS) is True, []).append(settings)
+        parts.setdefault(group.get(_OF_EXPERTS) is True, []).append(group.without("params"))
     optimizers = []
     for _, own in sorted(parts.items()) or [(False, list[Value]())]:
         optimizer = Dict(["optimizer", Dict(["param_groups", own])])

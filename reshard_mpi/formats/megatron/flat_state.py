@@ -44,8 +44,7 @@ _Family = tuple[list[int], int, int, range | None]
 
 def has_expert_groups(objects: Mapping[tuple[int, str], Mapping[int, Value]], chain: int) -> bool:
     """Tell whether a chained optimizer has groups of experts."""
-    value = next(iter(objects.get((chain, "optimizer"), {}).values()), None)
-    return is_of_experts(value)
+    return is_of_experts(next(iter(objects.get((chain, "optimizer"), {}).values()), None))
 
 
 class ModelParallelSizes:

@@ -208,8 +208,7 @@ class _StateOfRanks:
             shape = () if is_single else tensor.shape
             boxes = [Box((), ())] if is_single else [box for box, _ in tensor.slices]
             self._types.setdefault(tensor.key, {}).setdefault(kind, (value.dtype, shape))
-            pieces = self._pieces.setdefault(tensor.key, {}).setdefault(kind, [])
-            pieces.extend(in_slices(value, boxes))
+            self._pieces.setdefault(tensor.key, {}).setdefault(kind, []).extend(in_slices(value, boxes))
 
     def joined(self, weights: Mapping[str, TensorPieces], folder: str) -> dict[str, ParameterState]:
         """Return the state of whole parameters. Raises ShardError if a part of one is missing."""

@@ -261,8 +261,7 @@ def _require_iteration_of_folder(common: Mapping[str, Value], folder: str) -> No
 
 def _args(objects: _Objects) -> Mapping[str, Value]:
     """Return the arguments of the run, none where they are not kept."""
-    args = objects.common.get("args")
-    state = getattr(args, "state", None)
+    state = getattr(objects.common.get("args"), "state", None)
     return {key: value for key, value in state.pairs() if type(key) is str} if type(state) is Dict else {}
 
 
