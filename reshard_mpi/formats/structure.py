@@ -243,6 +243,12 @@ class HeaderDigestWriter:
         return HeaderDigest(end, self._digest.digest())
 
 
+def require_own(is_valid: bool) -> None:
+    """Raise ValueError unless what this program should have written into a file is valid."""
+    if not is_valid:
+        raise ValueError("not what this program has written")
+
+
 def not_as_written(path: str) -> ShardError:
     """Return the error for a shard that is read back and does not have the structure that was written."""
     return ShardError(
