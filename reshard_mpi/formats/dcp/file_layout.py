@@ -162,9 +162,7 @@ class _List(dict[str | int, Value]):
 
 
 def _finished_tree(tree: Mapping[str | int, Value]) -> Value:
-    values = {
-        key: _finished_tree(value) if type(value) in (_Dictionary, _List) else value for key, value in tree.items()
-    }
+    values = {key: _finished_tree(own) if type(own) in (_Dictionary, _List) else own for key, own in tree.items()}
     if type(tree) is not _List:
         if type(values.get("state")) is Dict:
             values["state"] = _numbered(values["state"], values.get("param_groups"))

@@ -47,9 +47,7 @@ def index_contents(shards: Sequence[Manifest]) -> dict[str, bytes]:
     strings, paths, objects = _entries(shards)
     for name in (name for value in objects.values() for name in tensors_in(value)) if not strings else ():
         del wholes[name], paths[name]  # without strings, they are read from objects
-    items = {
-        name: file_layout.of_object(value, contents_of(tensors_in(value), shards)) for name, value in objects.items()
-    }
+    items = {name: file_layout.of_object(own, contents_of(tensors_in(own), shards)) for name, own in objects.items()}
     return {INDEX: content_of(wholes, paths, items, paths, strings)}
 
 
@@ -285,9 +283,8 @@ class _MetadataPickler:
             self._remember(numbers)
 
     def path(self, path: Keys) -> None:
-        self.raw(
-            b"(" + b"".join(whole_opcode(key) if type(key) is int else text_opcode(str(key)) for key in path) + b"t"
-        )
+        keys = (whole_opcode(key) if type(key) is int else text_opcode(str(key)) for key in path)
+        self.raw(b"(" + b"".join(keys) + b"t")
 
     def tensor(self, whole: CollectedTensor) -> None:
         self.new(METADATA, "TensorStorageMetadata")

@@ -229,9 +229,8 @@ def _experts(root: Dict) -> dict[str, int]:
 
 
 def _lost_experts(expected: str, got: str) -> TargetError:
-    return _not_written(
-        "a model that lacks experts", expected, got, "convert to DeepSpeed without a selection, or choose --to torch"
-    )
+    remedy = "convert to DeepSpeed without a selection, or choose --to torch"
+    return _not_written("a model that lacks experts", expected, got, remedy)
 
 
 def _of_experts(

@@ -156,9 +156,8 @@ def _training(nest: EngineNest) -> _NestedTraining:
             raise no_training("the names of parameters as params of each group", f"{own!r}"[:100])
     settings = [group.without("params") for group in groups]
     if any(not own.flat for own in settings):
-        raise no_training(
-            "settings of each group of the optimizer, such as lr", "none, as elastic checkpoints of DeepSpeed have"
-        )
+        expected = "settings of each group of the optimizer, such as lr"
+        raise no_training(expected, "none, as elastic checkpoints of DeepSpeed have")
     return _NestedTraining(root, names, settings, nest.equal, nest.untrained)
 
 
@@ -167,9 +166,8 @@ def _groups(training: _NestedTraining, tensors: Mapping[str, TensorType]) -> lis
     groups = [[_parameter(name, tensors) for name in own] for own in training.groups]
     names = {parameter.name for own in groups for parameter in own}
     if len(names) != sum(map(len, groups)) or not all(groups) or not names:
-        raise no_training(
-            "each parameter in one group", "one in two groups" if all(groups) else "a group without parameters"
-        )
+        got = "one in two groups" if all(groups) else "a group without parameters"
+        raise no_training("each parameter in one group", got)
     return groups
 
 
@@ -213,9 +211,8 @@ def _layout(
     copies = (own.weights for own in trained.values() if own.weights != MODEL + own.name)
     masters = {tensors[name].dtype.name for name in copies} - {"float32"}
     if dtype not in _TYPES or masters:
-        raise no_training(
-            f"parameters of type {', '.join(_TYPES)}, and {WEIGHTS} in float32", ", ".join(sorted({dtype, *masters}))
-        )
+        expected = f"parameters of type {', '.join(_TYPES)}, and {WEIGHTS} in float32"
+        raise no_training(expected, ", ".join(sorted({dtype, *masters})))
     sources = [own.weights for own in trained.values() if own.weights in own_types]
     wide = next((name for name in sources if own_types[name].name == "float64" and dtype != "float32"), None)
     if wide is not None:

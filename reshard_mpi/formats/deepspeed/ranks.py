@@ -376,8 +376,6 @@ def _differing(states: Sequence[ModelStates | OptimizerStates]) -> Iterator[str]
 
 def _unread(optimizers: Mapping[Ranks, OptimizerStates]) -> Iterator[str]:
     """Say which tensors of an optimizer's state are neither of all elements of a group nor one number."""
-    shapes = {
-        name: shape for states in optimizers.values() for group in states.groups for name, shape in group.others.items()
-    }
+    shapes = {name: shape for own in optimizers.values() for each in own.groups for name, shape in each.others.items()}
     for name, shape in shapes.items():
         yield f"{name} of the optimizer: tensors of shape {list(shape)}, which are not of the parameters' elements"

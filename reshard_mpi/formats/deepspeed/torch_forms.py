@@ -155,9 +155,7 @@ def _lift_numbers(entries: dict[Value, Value]) -> None:
     if type(model) is not Dict or entries.get("ds_version") is not None:
         return
     single = {key: value for key, value in model.pairs() if type(value) in (int, float, bool, str)}
-    moved = {
-        key: value for key, value in single.items() if not str(key).endswith("_extra_state") and key not in entries
-    }
+    moved = {key: own for key, own in single.items() if not str(key).endswith("_extra_state") and key not in entries}
     if moved:
         entries |= {_MODEL: Dict.of({key: value for key, value in model.pairs() if key not in moved}.items()), **moved}
 

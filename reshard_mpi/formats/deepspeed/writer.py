@@ -101,9 +101,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
 
 def _placed(spec: ShardSpec, file: _WrittenFile, starts: Sequence[int], path: str) -> TensorTable:
     """Return where the parts of a file lie."""
-    place = {
-        name: start + offset for storage, start in zip(file.storages, starts) for name, offset in storage.parts.items()
-    }
+    place = {name: start + offset for own, start in zip(file.storages, starts) for name, offset in own.parts.items()}
     tensors, specs = TensorTable(path), spec.specs
     for name, number in zip(specs.names, specs.kind_ids):
         dtype, shape, *_ = specs.kinds[number]

@@ -260,9 +260,7 @@ class _Index(NamedTuple):
     def _tensors(self, names: Sequence[str]) -> TensorTable:
         kinds, numbers = [_kind(*way) for way in self.facts["ways"]], self.facts["tensors"]
         sizes, tensors = [kind.size_bytes for kind in kinds], TensorTable(self.file.path)
-        require_own(
-            isinstance(numbers, list) and len(numbers) == 2 * len(names) and len(names) <= structure.MAX_TENSORS
-        )
+        require_own(isinstance(numbers, list) and len(numbers) == 2 * len(names) <= 2 * structure.MAX_TENSORS)
         own: dict[int, int] = {}
         for name, way, start in zip(names, numbers[::2], numbers[1::2]):
             require_own(0 < len(name.encode()) <= structure.MAX_NAME_BYTES and _whole(way) >= 0 and name not in tensors)

@@ -247,9 +247,8 @@ class _Cuts:
             return (0 if self._is_cut(key, _BY_OUTPUTS[module], shape[0], count) else None), 1
         groups = self._ranks.args.get("num_query_groups") if self._ranks.args.get("group_query_attention") else None
         if module == "linear_qkv" and type(groups) is int and groups % count:
-            raise self._unknown(
-                key, f"args.num_query_groups that {count} tensor-parallel ranks share evenly", f"{groups}"
-            )
+            expected = f"args.num_query_groups that {count} tensor-parallel ranks share evenly"
+            raise self._unknown(key, expected, f"{groups}")
         if kind and module in _OF_OUTPUTS and shape:
             return 0, self._halves(key, leaf, shape[0]) if module == "linear_fc1" else 1
         if kind == "weight" and module in _OF_INPUTS and len(shape) == 2:
@@ -273,9 +272,8 @@ class _Cuts:
             return 2 if is_gated and outputs % 2 == 0 else 1
         if inputs and outputs in (inputs, 2 * inputs) and not (is_gated and outputs == inputs):
             return outputs // inputs
-        raise self._unknown(
-            key, f"{'twice ' if is_gated else ''}as many outputs as {second} has inputs", f"{outputs} and {inputs}"
-        )
+        expected = f"{'twice ' if is_gated else ''}as many outputs as {second} has inputs"
+        raise self._unknown(key, expected, f"{outputs} and {inputs}")
 
     def _is_cut(self, key: str, summands: Sequence[str], outputs: int, count: int) -> bool:
         numbers = [self._ranks.args.get(name) for name in summands]

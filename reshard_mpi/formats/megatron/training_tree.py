@@ -104,10 +104,8 @@ def arranged(read: FolderTraining, folder: str) -> Manifest:
             if steps.get(key) is not None and "step" not in kinds:
                 own.flat += ["step", steps[key]]
             state_tree.flat += [key, own]
-        listed_groups: list[Value] = [
-            group if note == _NO_MEMBERS else with_members(group, names) for group, names in groups
-        ]
-        root.flat += ["optimizer", Dict(["state", state_tree, "param_groups", listed_groups])]
+        own_groups: list[Value] = [group if note == _NO_MEMBERS else with_members(group, own) for group, own in groups]
+        root.flat += ["optimizer", Dict(["state", state_tree, "param_groups", own_groups])]
         notes += [note] * bool(note)
     elif training.groups:
         root.flat += ["optimizer", Dict(["param_groups", list(training.groups)])]

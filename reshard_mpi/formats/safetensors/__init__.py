@@ -216,9 +216,7 @@ def lay_out(specs: Specs, metadata: dict[str, str], path: str) -> FileLayout:
     """
     require_types(specs, path)
     sizes = [kind.size_bytes for kind in specs.kinds]
-    ranks = [
-        (size % BLOCK_BYTES != 0 or not size, -kind.dtype.itemsize_bytes) for size, kind in zip(sizes, specs.kinds)
-    ]
+    ranks = [(size % BLOCK_BYTES != 0 or not size, -own.dtype.itemsize_bytes) for size, own in zip(sizes, specs.kinds)]
     order = sorted(range(len(specs)), key=lambda number: ranks[specs.kind_ids[number]])
     alignment = BLOCK_BYTES if max(sizes, default=0) >= _ALIGNED_FROM_BYTES else _SMALL_ALIGNMENT_BYTES
     text = "".join(_entries(specs, order, metadata, path))

@@ -210,9 +210,8 @@ class _HeaderReading:
         self._require_tiles()
         self._mark_int4()
         plain, left_out = self._plain.kept(self._tensors, self._strings)
-        return HeaderContents(
-            self._tensors, plain | self._strings, self._crc, self._lacks_others, left_out, self._sharding
-        )
+        strings = plain | self._strings
+        return HeaderContents(self._tensors, strings, self._crc, self._lacks_others, left_out, self._sharding)
 
     def _add_alike(self) -> None:
         """Add the tensors that come next and are of known kinds, up to an entry that is unusual, or has any flaw.

@@ -257,10 +257,8 @@ class _Placing:
         ordered_cuts = tuple((dimension, *mesh_dimensions) for dimension, mesh_dimensions in sorted(cuts.items()))
         key = mesh, ordered_cuts, global_shape
         if key not in self._known:
-            counts = (
-                (dimension, math.prod(map(mesh.length, mesh_dimensions))) for dimension, mesh_dimensions in cuts.items()
-            )
-            self._different += sum(count for dimension, count in counts if global_shape[dimension] % count)
+            counts = {dimension: math.prod(map(mesh.length, own)) for dimension, own in cuts.items()}
+            self._different += sum(count for dimension, count in counts.items() if global_shape[dimension] % count)
             if self._different > _MAX_DIFFERENT_PIECES:
                 raise UnclearError("too many tensors that are cut in different ways")
             placement = placement_of(mesh, cuts, global_shape)
