@@ -14,6 +14,9 @@ from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.sharding.box import Box
 
 NO_SUMS: Mapping[str, int] = {}
+# The types of a checkpoint's whole tensors, by name; and of those that `--dtype` gives another, the one without it.
+TensorTypes = Mapping[str, TensorType]
+OwnTypes = Mapping[str, DType]
 # Told how many bytes have just been read.
 OnBytes = Callable[[int], None]
 
@@ -218,11 +221,7 @@ class PackingFormat(FolderFormat, Protocol):
     """A format whose files have parts of many tensors as its own framework lays them out (`FormatInfo.packs`)."""
 
     def packed(
-        self,
-        tensors: Mapping[str, TensorType],
-        strings: Mapping[str, str],
-        own_types: Mapping[str, DType],
-        options: PackingOptions,
+        self, tensors: TensorTypes, strings: Mapping[str, str], own_types: OwnTypes, options: PackingOptions
     ) -> Packed:
         """Return the files that these whole tensors are packed into.
 
@@ -233,9 +232,7 @@ class PackingFormat(FolderFormat, Protocol):
         Raises TargetError if they cannot be packed.
         """
 
-    def as_read(
-        self, tensors: Mapping[str, TensorType], strings: Mapping[str, str], own_types: Mapping[str, DType]
-    ) -> Packed | None:
+    def as_read(self, tensors: TensorTypes, strings: Mapping[str, str], own_types: OwnTypes) -> Packed | None:
         """Return the whole tensors, as one file, that the files are read as which these have been packed into.
 
         None if they are of no training. Raises TargetError as `packed` does.

@@ -40,10 +40,10 @@ from reshard_mpi.formats.deepspeed.training_tree import (
     require_places,
 )
 from reshard_mpi.formats.deepspeed.weight_copies import compared_parts, weights_made_of
-from reshard_mpi.formats.dtypes import BY_NAME, DType
+from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.nest import flatten_tree
 from reshard_mpi.formats.nest.nodes import MODEL, Dict, Value, entry_of, is_nest_tensor
-from reshard_mpi.formats.protocol import Packed, PackingOptions, Part
+from reshard_mpi.formats.protocol import OwnTypes, Packed, PackingOptions, Part, TensorTypes
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.text import shortened
 
@@ -79,12 +79,7 @@ class _NestedTraining(NamedTuple):
         return self.root.get("ds_config")
 
 
-def packed(
-    tensors: Mapping[str, TensorType],
-    strings: Mapping[str, str],
-    own_types: Mapping[str, DType],
-    options: PackingOptions,
-) -> Packed:
+def packed(tensors: TensorTypes, strings: Mapping[str, str], own_types: OwnTypes, options: PackingOptions) -> Packed:
     """Return the files for a number of ranks, as `PackingFormat.packed` says."""
     ranks, stage = options.dp, options.zero_stage
     nest = nest_of(tensors, strings)
@@ -161,7 +156,7 @@ def _training(nest: EngineNest) -> _NestedTraining:
     return _NestedTraining(root, names, settings, nest.equal, nest.untrained)
 
 
-def _groups(training: _NestedTraining, tensors: Mapping[str, TensorType]) -> list[list[LaidParameter]]:
+def _groups(training: _NestedTraining, tensors: TensorTypes) -> list[list[LaidParameter]]:
     """Return the parameters of each group. Raises TargetError if one is missing, or in two groups."""
     groups = [[_parameter(name, tensors) for name in own] for own in training.groups]
     names = {parameter.name for own in groups for parameter in own}
@@ -172,12 +167,7 @@ def _groups(training: _NestedTraining, tensors: Mapping[str, TensorType]) -> lis
 
 
 def _layout(
-    training: _NestedTraining,
-    parts: ModelParts,
-    tensors: Mapping[str, TensorType],
-    own_types: Mapping[str, DType],
-    ranks: int,
-    stage: int,
+    training: _NestedTraining, parts: ModelParts, tensors: TensorTypes, own_types: OwnTypes, ranks: int, stage: int
 ) -> ZeroLayout:
     """Return how the training lies in the files. Raises TargetError if a part of it is missing, or cannot lie there."""
     trained = {own.name: own for groups in parts.groups for of_parts in groups for own in chain(*of_parts)}
@@ -249,7 +239,7 @@ def _layout(
     )
 
 
-def _parameter(name: str, tensors: Mapping[str, TensorType]) -> LaidParameter:
+def _parameter(name: str, tensors: TensorTypes) -> LaidParameter:
     """Return a parameter that is trained. Raises TargetError if it is not in the model, or its state is not there."""
     model = tensors.get(MODEL + name)
     if model is None:
@@ -265,7 +255,7 @@ def _frozen(name: str, kind: TensorType) -> LaidParameter:
 
 
 def _kinds(
-    trained: Mapping[str, LaidParameter], tensors: Mapping[str, TensorType]
+    trained: Mapping[str, LaidParameter], tensors: TensorTypes
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """Return the kinds of state that have the shapes of parameters, and the kinds that are one number.
 
@@ -356,7 +346,7 @@ def _sub_groups(own: Sequence[LaidParameter], ranks: int, most: int) -> Iterator
         yield part
 
 
-def _whole_in_files(layout: ZeroLayout, tensors: Mapping[str, TensorType]) -> Iterator[list[str]]:
+def _whole_in_files(layout: ZeroLayout, tensors: TensorTypes) -> Iterator[list[str]]:
     """Yield the names of the whole tensors in each file of weights, then in each file of a layer or expert."""
     buffers = {*layout.buffers}
     names = [own for own in layout.names if not layout.is_sliced or own in buffers]

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.deepspeed.flat_groups import type_in
-from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
 from reshard_mpi.formats.nest.nodes import (
     ORDERED_DICT,
@@ -28,8 +27,7 @@ from reshard_mpi.formats.nest.nodes import (
     entry_of,
     is_nest_tensor,
 )
-from reshard_mpi.formats.protocol import Packed
-from reshard_mpi.formats.tensor_table import TensorType
+from reshard_mpi.formats.protocol import OwnTypes, Packed, TensorTypes
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _GROUPS, _STATE, _PARAMETERS = "param_groups", "state", "params"
@@ -56,7 +54,7 @@ class EngineNest(NamedTuple):
     """
 
     root: Value
-    tensors: Mapping[str, TensorType]
+    tensors: TensorTypes
     sources: Mapping[str, str] = {}
     equal: tuple[tuple[str, ...], ...] = ()
     untrained: tuple[str, ...] = ()
@@ -76,13 +74,13 @@ class EngineNest(NamedTuple):
             compared=[[same.in_source(own) for same in file] for file in packed.compared],
         )
 
-    def of_engine(self, own_types: Mapping[str, DType]) -> Mapping[str, DType]:
+    def of_engine(self, own_types: OwnTypes) -> OwnTypes:
         """Return types of the source's tensors as types of these."""
         own = self.sources.items()
         return {name: own_types[source] for name, source in own if source in own_types} if own else own_types
 
 
-def nest_of(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> EngineNest:
+def nest_of(tensors: TensorTypes, strings: Mapping[str, str]) -> EngineNest:
     """Return the nest that tensors lie in. Raises TargetError if it does not fit them."""
     try:
         root = rebuild_tree.rebuild({name: NestTensor(name) for name in tensors}, strings)

@@ -40,9 +40,11 @@ from reshard_mpi.sharding.box import Box
 
 # A family: its ranks by stage, which part of how many it has of cut tensors, and which experts (None: all).
 _Family = tuple[list[int], int, int, range | None]
+# Objects of the distributed optimizer: by chained optimizer and kind, the values of all model-parallel ranks.
+GroupObjects = Mapping[tuple[int, str], Mapping[int, Value]]
 
 
-def has_expert_groups(objects: Mapping[tuple[int, str], Mapping[int, Value]], chain: int) -> bool:
+def has_expert_groups(objects: GroupObjects, chain: int) -> bool:
     """Tell whether a chained optimizer has groups of experts."""
     return is_of_experts(next(iter(objects.get((chain, "optimizer"), {}).values()), None))
 
@@ -60,7 +62,7 @@ class ModelParallelSizes:
         args: Mapping[str, Value],
         weights: Mapping[str, Value],
         ranks: Mapping[int, Mapping[int, Sequence[Buffer]]],
-        objects: Mapping[tuple[int, str], Mapping[int, Value]],
+        objects: GroupObjects,
         folder: str,
     ) -> None:
         self._ranks, self._objects, self._folder, self._weights = ranks, objects, folder, weights
@@ -246,7 +248,7 @@ def _joined(name: str, places: Sequence[Location], folder: str) -> ByteRanges:
 def of_buckets(
     tensors: Mapping[str, TensorPieces],
     weights: Mapping[str, Value],
-    objects: Mapping[tuple[int, str], Mapping[int, Value]],
+    objects: GroupObjects,
     args: Mapping[str, Value],
     reader: ElementReader,
     folder: str,
@@ -287,9 +289,7 @@ def of_buckets(
     return state
 
 
-def _by_rank(
-    tensors: Mapping[str, TensorPieces], objects: Mapping[tuple[int, str], Mapping[int, Value]], folder: str
-) -> dict[int, _Ranks]:
+def _by_rank(tensors: Mapping[str, TensorPieces], objects: GroupObjects, folder: str) -> dict[int, _Ranks]:
     """Return the buffers of all model-parallel ranks, by chained optimizer. Raises ShardError if some are missing."""
     numbered: dict[int, dict[int, dict[int, dict[int, dict[str, TensorPieces]]]]] = {}
     dtypes: dict[tuple[int, int, int], str] = {}

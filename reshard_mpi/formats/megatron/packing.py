@@ -13,7 +13,6 @@ from itertools import product
 from typing import NamedTuple
 
 from reshard_mpi.errors import TargetError
-from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.megatron.common_state import common_state
 from reshard_mpi.formats.megatron.layers import (
@@ -28,7 +27,7 @@ from reshard_mpi.formats.megatron.layers import (
 from reshard_mpi.formats.megatron.training_tree import FP32
 from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
 from reshard_mpi.formats.nest.nodes import MODEL, ORDERED_DICT, Call, Dict, NestError, NestTensor, Value, is_nest_tensor
-from reshard_mpi.formats.protocol import Packed, PackingOptions, Part, SameParts
+from reshard_mpi.formats.protocol import OwnTypes, Packed, PackingOptions, Part, SameParts, TensorTypes
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import KIB, shortened
@@ -60,8 +59,8 @@ class _SortedTensors(NamedTuple):
         others: names of what is none of these.
     """
 
-    tensors: Mapping[str, TensorType]
-    own_types: Mapping[str, DType]
+    tensors: TensorTypes
+    own_types: OwnTypes
     weights: dict[str, str]
     extra: dict[str, str]
     state: dict[str, dict[str, str]]
@@ -89,12 +88,7 @@ class _SortedTensors(NamedTuple):
         return (self.copies[key], self.tensors[name].dtype.name) if is_rounded else (name, "")
 
 
-def packed(
-    tensors: Mapping[str, TensorType],
-    strings: Mapping[str, str],
-    own_types: Mapping[str, DType],
-    options: PackingOptions,
-) -> Packed:
+def packed(tensors: TensorTypes, strings: Mapping[str, str], own_types: OwnTypes, options: PackingOptions) -> Packed:
     """Return the files, as `PackingFormat.packed` says."""
     release = options.core_version or DEFAULT_RELEASE
     root, found = _source_tensors(tensors, strings, own_types)
@@ -169,7 +163,7 @@ def _args(root: Dict) -> Mapping[str, Value]:
 
 
 def _source_tensors(
-    tensors: Mapping[str, TensorType], strings: Mapping[str, str], own_types: Mapping[str, DType]
+    tensors: TensorTypes, strings: Mapping[str, str], own_types: OwnTypes
 ) -> tuple[Dict, _SortedTensors]:
     """Return the nest of a source, and its tensors sorted. Raises TargetError if it has no model's."""
     root = _root(tensors, strings)
@@ -182,7 +176,7 @@ def _source_tensors(
     return root, found
 
 
-def _root(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> Dict:
+def _root(tensors: TensorTypes, strings: Mapping[str, str]) -> Dict:
     """Return the nest of a source, with models of torch as plain dictionaries. Raises TargetError if it is none."""
     try:
         root = rebuild_tree.rebuild({name: NestTensor(name) for name in tensors}, strings)
@@ -196,7 +190,7 @@ def _plain(value: Value) -> Value:
     return Dict([*(value.flat or ())]) if is_ordered else value
 
 
-def _sorted(tensors: Mapping[str, TensorType], own_types: Mapping[str, DType], model: Value) -> _SortedTensors:
+def _sorted(tensors: TensorTypes, own_types: OwnTypes, model: Value) -> _SortedTensors:
     """Sort tensors by their names. Raises TargetError for state of a tensor that is no weight.
 
     Args:
@@ -342,7 +336,7 @@ def _without_tensors(value: Value) -> Value:
     return value
 
 
-def _filled(parts: Iterable[Part], tensors: Mapping[str, TensorType], most_bytes: int) -> list[list[Part]]:
+def _filled(parts: Iterable[Part], tensors: TensorTypes, most_bytes: int) -> list[list[Part]]:
     """Return parts by files; no file is larger than said, unless by a single part."""
     files: list[list[Part]] = [[]]
     size_bytes = 0
@@ -364,9 +358,7 @@ def _text(root: Dict) -> str:
         raise _not_held("settings besides tensors of moderate size", error.problem) from None
 
 
-def as_read(
-    tensors: Mapping[str, TensorType], strings: Mapping[str, str], own_types: Mapping[str, DType]
-) -> Packed | None:
+def as_read(tensors: TensorTypes, strings: Mapping[str, str], own_types: OwnTypes) -> Packed | None:
     """Return the whole tensors that files are read as, as `PackingFormat.as_read` says."""
     root, found = _source_tensors(tensors, strings, own_types)
     places = stacked({key: tensors[name] for key, name in found.weights.items()}, _args(root))

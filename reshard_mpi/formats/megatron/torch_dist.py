@@ -25,7 +25,7 @@ from reshard_mpi.formats.dcp.items import LocatedFile, StoragePlace
 from reshard_mpi.formats.dcp.metadata import TensorChunks
 from reshard_mpi.formats.locations import Location
 from reshard_mpi.formats.manifest import OF_RANKS_ALONE
-from reshard_mpi.formats.megatron.flat_state import BucketNames, of_buckets, unflattened
+from reshard_mpi.formats.megatron.flat_state import BucketNames, GroupObjects, of_buckets, unflattened
 from reshard_mpi.formats.megatron.layers import layer_axes
 from reshard_mpi.formats.megatron.parameter_order import ElementReader
 from reshard_mpi.formats.megatron.training_tree import (
@@ -74,7 +74,7 @@ class _Objects(NamedTuple):
 
     common: Mapping[str, Value]
     extra: Mapping[str, Value]
-    of_groups: Mapping[tuple[int, str], Mapping[int, Value]]
+    of_groups: GroupObjects
     left_out: Sequence[str]
     of_files: Sequence[str]
 

@@ -13,7 +13,7 @@ from reshard_mpi.formats.torch.tensors import DistributedTensor, StoredTensor, n
 from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
-from reshard_mpi.sharding.placement import Placement, ceil_lengths
+from reshard_mpi.sharding.placement import Placement, Shape, ceil_lengths
 from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.sharding.value_checks import MAX_AXES
 
@@ -250,9 +250,7 @@ class _Placing:
         self._known: dict[tuple[object, ...], tuple[Placement, Box]] = {}
         self._different = self._all = 0
 
-    def of(
-        self, mesh: TensorMesh, cuts: Mapping[int, Sequence[int]], global_shape: tuple[int, ...]
-    ) -> tuple[Placement, Box]:
+    def of(self, mesh: TensorMesh, cuts: Mapping[int, Sequence[int]], global_shape: Shape) -> tuple[Placement, Box]:
         """Return how a tensor is placed, and which part of it the file's own rank has."""
         ordered_cuts = tuple((dimension, *mesh_dimensions) for dimension, mesh_dimensions in sorted(cuts.items()))
         key = mesh, ordered_cuts, global_shape
