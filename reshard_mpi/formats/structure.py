@@ -269,20 +269,22 @@ def require_as_written(read_again: Manifest, meant: Manifest) -> None:
 
 def check_names(path: str, names: list[str]) -> None:
     """Check the names of a shard that is to be written. Raises TargetError if one could not be read back."""
-    seen: set[str] = set()
+    seen, remedy = set[str](), "rename it with a map (--map), or leave it out (--exclude)"
     for name in names:
         try:
             length_bytes = len(name.encode())
         except UnicodeEncodeError as error:
-            raise _misnamed("a tensor's name is no Unicode text", repr(name), path) from error
+            raise TargetError(
+                "a tensor's name is no Unicode text", got=repr(name), where=path, remedy=remedy
+            ) from error
         if not 0 < length_bytes <= MAX_NAME_BYTES:
-            got, expected = f"{length_bytes} bytes: {name[:60]!r}", f"1 to {MAX_NAME_BYTES} bytes"
-            raise _misnamed("a tensor's name has a length that cannot be stored", got, path, expected)
+            raise TargetError(
+                "a tensor's name has a length that cannot be stored",
+                expected=f"1 to {MAX_NAME_BYTES} bytes",
+                got=f"{length_bytes} bytes: {name[:60]!r}",
+                where=path,
+                remedy=remedy,
+            )
         if name in seen:
-            raise _misnamed("two entries of one shard have the same name", repr(name), path)
+            raise TargetError("two entries of one shard have the same name", got=repr(name), where=path, remedy=remedy)
         seen.add(name)
-
-
-def _misnamed(problem: str, got: str, path: str, expected: str = "") -> TargetError:
-    remedy = "rename it with a map (--map), or leave it out (--exclude)"
-    return TargetError(problem, expected=expected, got=got, where=path, remedy=remedy)
