@@ -14,7 +14,7 @@ from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.sharding.box import Box
 
 NO_SUMS: Mapping[str, int] = {}
-# The types of a checkpoint's whole tensors, by name; and of those that `--dtype` gives another, the one without it.
+# The types of a checkpoint's whole tensors, by name; and the own types of the tensors that `--dtype` changes.
 TensorTypes = Mapping[str, TensorType]
 OwnTypes = Mapping[str, DType]
 # Told how many bytes have just been read.
@@ -152,7 +152,7 @@ class SameParts(NamedTuple):
 
     @classmethod
     def of_copy(cls, copy: Part, weight: str, dtype: str, framework: str, name: str) -> SameParts:
-        """Return parts of a weight and of its copy in float32, of which a framework makes the weight.
+        """Return parts of a weight and of its copy in float32, from which a framework makes the weight.
 
         Args:
             weight: the tensor; dtype: the name of the type that the copy is rounded to; name: what errors call it.
