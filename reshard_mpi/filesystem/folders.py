@@ -308,12 +308,7 @@ def try_lock(fd: int, kind: int) -> bool:
 
 
 def wait_for_lock(
-    fd: int,
-    kind: int,
-    path: Path,
-    say: Say,
-    patience_seconds: float,
-    settled: Callable[[], bool] = lambda: False,
+    fd: int, kind: int, path: Path, say: Say, patience_seconds: float, settled: Callable[[], bool] = lambda: False
 ) -> bool:
     """Wait for a lock; tell whether it was taken. It was not if `settled` said meanwhile that it is needed no more.
 

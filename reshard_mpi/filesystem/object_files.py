@@ -13,6 +13,7 @@ from bisect import bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 from reshard_mpi.errors import ShardError
@@ -251,10 +252,7 @@ class ObjectFile(SourceFile):
         starts = range(0, len(buffer), BLOCK_BYTES)
         with ThreadPoolExecutor(min(UNDER_WAY, len(starts))) as pool:
             parts = (buffer[start : start + BLOCK_BYTES] for start in starts)
-            for _ in pool.map(
-                lambda start, part: read_range(self._place, self._state, offset + start, part), starts, parts
-            ):
-                pass
+            list(pool.map(partial(read_range, self._place, self._state), (offset + start for start in starts), parts))
 
     def fetch(self, offset: int, buffer: memoryview) -> None:
         """Fill a buffer from kept parts, as all of a small file is, or from the store.
@@ -303,8 +301,6 @@ def open_object(path: str) -> ObjectFile:
     place = ObjectPlace.of(path)
     state = object_folders.state_of(place)
     if state is None:
-        kind, number = (
-            (IsADirectoryError, errno.EISDIR) if object_folders.is_folder(place) else (FileNotFoundError, errno.ENOENT)
-        )
-        raise kind(number, "no object is called so", str(place))
+        number = errno.EISDIR if object_folders.is_folder(place) else errno.ENOENT
+        raise OSError(number, "no object is called so", str(place))  # of the class that the number has
     return ObjectFile(path, place, state)

@@ -239,8 +239,9 @@ def _add(listed: dict[ObjectPlace, Children], top: ObjectPlace, key: str, state:
 
     An empty object whose name ends in a slash marks a folder. Raises SourceError for a name that no path has.
     """
-    parts = key[len(top.key) :].strip("/").split("/") if key.endswith("/") else key[len(top.key) :].split("/")
-    if top.key and not key.endswith("/"):
+    is_mark = key.endswith("/")
+    parts = key[len(top.key) :].strip("/").split("/") if is_mark else key[len(top.key) :].split("/")
+    if top.key and not is_mark:
         parts = parts[1:]  # the slash behind the folder
     if parts == [""]:
         return  # the mark of the folder itself
@@ -253,16 +254,12 @@ def _add(listed: dict[ObjectPlace, Children], top: ObjectPlace, key: str, state:
             remedy="rename it, or move the checkpoint to a prefix of its own",
         )
     folder = top
-    for name in parts[:-1]:
+    for name in parts if is_mark else parts[:-1]:
         if isinstance(listed[folder].setdefault(name, None), ObjectState):
             raise _both(_below(folder, name))
         folder = _below(folder, name)
         listed.setdefault(folder, {})
-    if key.endswith("/"):
-        if isinstance(listed[folder].setdefault(parts[-1], None), ObjectState):
-            raise _both(_below(folder, parts[-1]))
-        listed.setdefault(_below(folder, parts[-1]), {})
-    elif listed[folder].setdefault(parts[-1], state) is None:
+    if not is_mark and listed[folder].setdefault(parts[-1], state) is None:
         raise _both(_below(folder, parts[-1]))
 
 
@@ -306,11 +303,10 @@ def put(
     if answer is None:
         return None
     date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")  # which something on the way may leave out
-    state = (
-        ObjectState.of(field_of(answer, "ETag", place), len(content), parsedate_to_datetime(date))
-        if date
-        else object_store.state_of(place)
-    )
+    if date:
+        state = ObjectState.of(field_of(answer, "ETag", place), len(content), parsedate_to_datetime(date))
+    else:
+        state = object_store.state_of(place)
     note(place, state)
     return state
 

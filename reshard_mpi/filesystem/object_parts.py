@@ -33,6 +33,10 @@ class CopiedRun(NamedTuple):
     def end(self) -> int:
         return self.start + self.length_bytes
 
+    @property
+    def offset_end(self) -> int:
+        return self.offset + self.length_bytes
+
 
 class PlannedPart(NamedTuple):
     """A part of the target. path: of the object that it is copied from, at `offset`; empty: it is sent."""
@@ -88,11 +92,7 @@ def joined(runs: Iterable[CopiedRun]) -> list[CopiedRun]:
     all_runs: list[CopiedRun] = []
     for run in runs:
         last = all_runs[-1] if all_runs else None
-        if (
-            last is not None
-            and (last.end, last.path) == (run.start, run.path)
-            and last.offset + last.length_bytes == run.offset
-        ):
+        if last is not None and (last.end, last.path, last.offset_end) == (run.start, run.path, run.offset):
             all_runs[-1] = last._replace(length_bytes=last.length_bytes + run.length_bytes)
         elif run.length_bytes:
             all_runs.append(run)
@@ -115,12 +115,12 @@ def _chosen(size_bytes: int, runs: Sequence[CopiedRun], least: int) -> Iterator[
                 if state is not None:
                     found.append(state)
         states.append(_best(found))
-    best = min(
-        (state for of_run in states for state in of_run),
-        key=lambda state: state.sent_bytes + size_bytes - runs[state.number].end,
-        default=None,
-    )
-    if best is None or best.sent_bytes + size_bytes - runs[best.number].end >= size_bytes:
+
+    def sent_bytes(state: _State) -> int:
+        return state.sent_bytes + size_bytes - runs[state.number].end
+
+    best = min((state for of_run in states for state in of_run), key=sent_bytes, default=None)
+    if best is None or sent_bytes(best) >= size_bytes:
         yield PlannedPart(0, size_bytes)
         return
     yield from _parts_of(best, runs, size_bytes)

@@ -204,12 +204,8 @@ def asked(place: ObjectPlace, request: Callable[[Any], T]) -> T:
     except (NoCredentialsError, PartialCredentialsError) as error:
         raise _without_credentials(error, str(place)) from error
     except ParamValidationError as error:
-        remedy = "check the name of the bucket, and the prefix"
-        problem, expected, got = (
-            "the store can have no such object",
-            "names that S3 allows",
-            str(error).splitlines()[-1],
-        )
+        problem, expected = "the store can have no such object", "names that S3 allows"
+        got, remedy = str(error).splitlines()[-1], "check the name of the bucket, and the prefix"
         raise StoreError(problem, expected=expected, got=got, where=str(place), remedy=remedy) from error
     except BotoCoreError as error:
         raise _unreachable(place, str(error)) from error
@@ -261,20 +257,24 @@ def field_of(answer: Mapping[str, Any], name: str, place: ObjectPlace) -> Any:
     return answer[name]
 
 
-def next_marks(
-    answer: Mapping[str, Any], names: Collection[str], before: Mapping[str, Any], place: ObjectPlace
-) -> dict[str, Any]:
-    """Return the marks by which the next part of a listing is asked for.
+def pages(place: ObjectPlace, names: Collection[str], request: Callable[[dict[str, Any]], Any]) -> Iterator[Any]:
+    """Yield the answers to a listing, page by page.
 
     Args:
-        before: those by which this part was asked for.
+        names: of the marks by which the next page is asked for.
+        request: asks for a page by these marks; the first one has none.
 
-    Raises StoreUnreachableError if they are not there, or the same again: the listing would never end.
+    Raises StoreUnreachableError if marks are not there, or the same again: the listing would never end.
     """
-    marks = {name: field_of(answer, f"Next{name}", place) for name in names}
-    if marks.items() <= before.items():
-        raise _unreachable(place, "a listing whose next part is the same again")
-    return marks
+    marks: dict[str, Any] = {}
+    while True:
+        page = request(marks)
+        yield page
+        if not page.get("IsTruncated"):
+            return
+        before, marks = marks, {name: field_of(page, f"Next{name}", place) for name in names}
+        if marks == before:
+            raise _unreachable(place, "a listing whose next part is the same again")
 
 
 def _without_field(place: ObjectPlace, name: str) -> StoreUnreachableError:
@@ -315,18 +315,18 @@ def listing(place: ObjectPlace, prefix: str, *, by_folder: bool) -> Iterator[Lis
     Args:
         by_folder: stop at the next slash behind the prefix.
     """
-    arguments: dict[str, Any] = {"Bucket": place.bucket, "Prefix": prefix, "MaxKeys": _MOST_KEYS}
+    arguments = {"Bucket": place.bucket, "Prefix": prefix, "MaxKeys": _MOST_KEYS}
     if by_folder:
         arguments["Delimiter"] = "/"
-    while True:
-        page = asked(place, lambda store: store.list_objects_v2(**arguments))
+
+    def request(marks: dict[str, Any]) -> Any:
+        return asked(place, lambda store: store.list_objects_v2(**arguments, **marks))
+
+    for page in pages(place, ["ContinuationToken"], request):
         yield ListedPage(
             {field_of(found, "Key", place): _state_in(found, "Size", place) for found in page.get("Contents", ())},
             tuple(field_of(found, "Prefix", place) for found in page.get("CommonPrefixes", ())),
         )
-        if not page.get("IsTruncated"):
-            return
-        arguments.update(next_marks(page, ["ContinuationToken"], arguments, place))
 
 
 def read_range(place: ObjectPlace, state: ObjectState, offset: int, buffer: memoryview) -> None:

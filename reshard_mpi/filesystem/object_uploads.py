@@ -15,7 +15,6 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -29,7 +28,7 @@ from reshard_mpi.filesystem.object_store import (
     changed,
     client,
     field_of,
-    next_marks,
+    pages,
     state_of,
 )
 from reshard_mpi.filesystem.source_files import FileStream, SourceFile
@@ -62,19 +61,16 @@ class UnfinishedUpload(NamedTuple):
 
 def unfinished(place: ObjectPlace) -> list[UnfinishedUpload]:
     """Return the uploads of a bucket whose keys begin with the key of `place`. Raises as `object_store.asked` does."""
-    found, marks = list[UnfinishedUpload](), dict[str, str]()
-    while True:
-        answer = asked(place, partial(_list_uploads, {"Bucket": place.bucket, "Prefix": place.key, **marks}))
-        for upload in answer.get("Uploads", ()):
+    found: list[UnfinishedUpload] = []
+
+    def request(marks: dict[str, Any]) -> Any:
+        return asked(place, lambda store: store.list_multipart_uploads(Bucket=place.bucket, Prefix=place.key, **marks))
+
+    for page in pages(place, ("KeyMarker", "UploadIdMarker"), request):
+        for upload in page.get("Uploads", ()):
             key, upload_id, begun = (field_of(upload, name, place) for name in ("Key", "UploadId", "Initiated"))
             found.append(UnfinishedUpload(key, upload_id, int(begun.timestamp()) * 10**9))
-        if not answer.get("IsTruncated"):
-            return found
-        marks = next_marks(answer, ("KeyMarker", "UploadIdMarker"), marks, place)
-
-
-def _list_uploads(arguments: dict[str, Any], store: Any) -> Any:
-    return store.list_multipart_uploads(**arguments)
+    return found
 
 
 def abort(place: ObjectPlace, upload_id: str) -> None:
@@ -209,21 +205,19 @@ class Upload:
 
         Raises as `object_store.asked` does.
         """
-        found, marks = list[SentPart](), dict[str, int]()
-        while True:
-            try:
-                answer = self._asked(partial(self._list_parts, marks))
-            except TargetError:
-                return []
-            for part in answer.get("Parts", ()):
-                number, tag, size_bytes = (field_of(part, name, self.place) for name in ("PartNumber", "ETag", "Size"))
-                found.append(SentPart(number, tag, size_bytes, self._crc_in(part)))
-            if not answer.get("IsTruncated"):
-                return found
-            marks = next_marks(answer, ["PartNumberMarker"], marks, self.place)
 
-    def _list_parts(self, marks: dict[str, int], store: Any) -> Any:
-        return store.list_parts(**self._named, **marks)
+        def request(marks: dict[str, Any]) -> Any:
+            return self._asked(lambda store: store.list_parts(**self._named, **marks))
+
+        try:
+            told = [own for page in pages(self.place, ["PartNumberMarker"], request) for own in page.get("Parts", ())]
+        except TargetError:
+            return []
+        found: list[SentPart] = []
+        for part in told:
+            number, tag, size_bytes = (field_of(part, name, self.place) for name in ("PartNumber", "ETag", "Size"))
+            found.append(SentPart(number, tag, size_bytes, self._crc_in(part)))
+        return found
 
     def copy(self, number: int, source: ObjectPlace, state: ObjectState, offset: int, length_bytes: int) -> SentPart:
         """Have the store copy a range of another object into a part.

@@ -113,14 +113,7 @@ class SourceFile:
 
         An object is in the version that was opened: no other is ever read.
         """
-        status = os.fstat(self._descriptor)
-        return version == (
-            status.st_ino,
-            status.st_size,
-            status.st_mtime_ns,
-            status.st_nlink,
-            status.st_ctime_ns,
-        )
+        return version == FileVersion.of(os.fstat(self._descriptor))
 
     def read(self, offset: int, length_bytes: int) -> bytes:
         """Return bytes of the file from byte `offset` on, fewer only if it ends before.

@@ -124,11 +124,8 @@ def _marks(folder: str) -> Iterator[tuple[str, str]]:
             yield from ((form.name, name) for name in filter(form.parts.fullmatch, lying))
         for mark in form.marks:
             path = Path(folder, mark)
-            if (
-                mark in lying
-                and source_files.is_file(path)
-                and form.index_says in source_files.first_bytes(path, _BEGINNING_BYTES, b"")
-            ):
+            is_there = mark in lying and source_files.is_file(path)
+            if is_there and form.index_says in source_files.first_bytes(path, _BEGINNING_BYTES, b""):
                 yield form.name, mark
 
 

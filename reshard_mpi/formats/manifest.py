@@ -141,9 +141,7 @@ class Manifest(NamedTuple):
     tensors: TensorTable  # where the bytes of each tensor lie
     strings: Mapping[str, str] = {}  # texts by name, the nest's under `NEST`
     identity: ShardIdentity | None = None  # rank and strategy, where the file says them
-    header_digest: HeaderDigest | None = (
-        None  # digest of the header: equal ones have the same tensors at the same places
-    )
+    header_digest: HeaderDigest | None = None  # equal ones have the same tensors at the same places
     left_out: tuple[str, ...] = ()  # in words, contents that cannot be converted
     notes: tuple[str, ...] = ()  # in words, what else is not carried over, since it is about these files alone
     warnings: tuple[str, ...] = ()  # in words, what makes one doubt that a folder's files are of one save

@@ -14,6 +14,9 @@ from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.sharding.box import Box
 
 NO_SUMS: Mapping[str, int] = {}
+# The types of a checkpoint's whole tensors, by name; and the own types of the tensors that `--dtype` changes.
+TensorTypes = Mapping[str, TensorType]
+OwnTypes = Mapping[str, DType]
 # Told how many bytes have just been read.
 OnBytes = Callable[[int], None]
 
@@ -147,6 +150,21 @@ class SameParts(NamedTuple):
     problem: str
     remedy: str
 
+    @classmethod
+    def of_copy(cls, copy: Part, weight: str, dtype: str, framework: str, name: str) -> SameParts:
+        """Return parts of a weight and of its copy in float32, from which a framework makes the weight.
+
+        Args:
+            weight: the tensor; dtype: the name of the type that the copy is rounded to; name: what errors call it.
+        """
+        return cls(
+            copy._replace(source=weight, dtype=dtype),
+            copy._replace(dtype=dtype),
+            f"the weights of {name!r} are not what {framework} would make of their copy in float32",
+            f"leave the copy out (--exclude '{copy.source}', or '*.fp32_param' for all) to go on from these weights, or"
+            " change both in the source",
+        )
+
     def in_source(self, names: Mapping[str, str]) -> SameParts:
         """Return the same with other names of tensors."""
         first, second = (part._replace(source=names[part.source]) for part in (self.first, self.second))
@@ -203,11 +221,7 @@ class PackingFormat(FolderFormat, Protocol):
     """A format whose files have parts of many tensors as its own framework lays them out (`FormatInfo.packs`)."""
 
     def packed(
-        self,
-        tensors: Mapping[str, TensorType],
-        strings: Mapping[str, str],
-        own_types: Mapping[str, DType],
-        options: PackingOptions,
+        self, tensors: TensorTypes, strings: Mapping[str, str], own_types: OwnTypes, options: PackingOptions
     ) -> Packed:
         """Return the files that these whole tensors are packed into.
 
@@ -218,9 +232,7 @@ class PackingFormat(FolderFormat, Protocol):
         Raises TargetError if they cannot be packed.
         """
 
-    def as_read(
-        self, tensors: Mapping[str, TensorType], strings: Mapping[str, str], own_types: Mapping[str, DType]
-    ) -> Packed | None:
+    def as_read(self, tensors: TensorTypes, strings: Mapping[str, str], own_types: OwnTypes) -> Packed | None:
         """Return the whole tensors, as one file, that the files are read as which these have been packed into.
 
         None if they are of no training. Raises TargetError as `packed` does.

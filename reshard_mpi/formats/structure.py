@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from operator import attrgetter
 
 from reshard_mpi.errors import ShardError, TargetError
 from reshard_mpi.filesystem.paths import file_kind_of, real_path
@@ -242,6 +243,12 @@ class HeaderDigestWriter:
         return HeaderDigest(end, self._digest.digest())
 
 
+def require_own(is_valid: bool) -> None:
+    """Raise ValueError unless what this program should have written into a file is valid."""
+    if not is_valid:
+        raise ValueError("not what this program has written")
+
+
 def not_as_written(path: str) -> ShardError:
     """Return the error for a shard that is read back and does not have the structure that was written."""
     return ShardError(
@@ -255,26 +262,20 @@ def not_as_written(path: str) -> ShardError:
 
 def require_as_written(read_again: Manifest, meant: Manifest) -> None:
     """Raise ShardError if what was read back differs from what was meant in tensors, strings or structure."""
-    if (read_again.tensors, read_again.strings, read_again.header_digest) != (
-        meant.tensors,
-        meant.strings,
-        meant.header_digest,
-    ):
+    parts = attrgetter("tensors", "strings", "header_digest")
+    if parts(read_again) != parts(meant):
         raise not_as_written(meant.path)
 
 
 def check_names(path: str, names: list[str]) -> None:
     """Check the names of a shard that is to be written. Raises TargetError if one could not be read back."""
-    seen: set[str] = set()
+    seen, remedy = set[str](), "rename it with a map (--map), or leave it out (--exclude)"
     for name in names:
         try:
             length_bytes = len(name.encode())
         except UnicodeEncodeError as error:
             raise TargetError(
-                "a tensor's name is no Unicode text",
-                got=repr(name),
-                where=path,
-                remedy="rename it with a map (--map), or leave it out (--exclude)",
+                "a tensor's name is no Unicode text", got=repr(name), where=path, remedy=remedy
             ) from error
         if not 0 < length_bytes <= MAX_NAME_BYTES:
             raise TargetError(
@@ -282,13 +283,8 @@ def check_names(path: str, names: list[str]) -> None:
                 expected=f"1 to {MAX_NAME_BYTES} bytes",
                 got=f"{length_bytes} bytes: {name[:60]!r}",
                 where=path,
-                remedy="rename it with a map (--map), or leave it out (--exclude)",
+                remedy=remedy,
             )
         if name in seen:
-            raise TargetError(
-                "two entries of one shard have the same name",
-                got=repr(name),
-                where=path,
-                remedy="rename it with a map (--map), or leave it out (--exclude)",
-            )
+            raise TargetError("two entries of one shard have the same name", got=repr(name), where=path, remedy=remedy)
         seen.add(name)

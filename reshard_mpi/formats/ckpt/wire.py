@@ -178,9 +178,7 @@ class WireReader:
         except protobuf_wire.MessageCutShortError:
             raise self._overrun(field.start, field.end) from None
         except protobuf_wire.WireError as error:
-            raise self.damage(
-                f"a field in a shard's structure has {error}: the shard is damaged", field.start
-            ) from None
+            raise self._damaged(error, field.start) from None
 
     def _damaged(self, error: protobuf_wire.WireError, offset: int) -> ShardError:
         return self.damage(f"a field in a shard's structure has {error}: the shard is damaged", offset)

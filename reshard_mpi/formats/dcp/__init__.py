@@ -18,13 +18,13 @@ from reshard_mpi.filesystem.source_files import FileVersion
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.dcp import file_layout, metadata
 from reshard_mpi.formats.dcp.bulk_metadata import Chunk, ItemKey
-from reshard_mpi.formats.dcp.file_layout import ItemLayout, TensorLeaf, tensors_in, tree_of
+from reshard_mpi.formats.dcp.file_layout import ItemLayout, tensors_in, tree_of
 from reshard_mpi.formats.dcp.items import Common, LocatedFile, MisfitError, WantedItem, locate_items, named
 from reshard_mpi.formats.dcp.metadata import INDEX, Metadata, without_flat_state
 from reshard_mpi.formats.dcp.metadata_writer import Entry, entries_of, index_contents
 from reshard_mpi.formats.manifest import Manifest, ShardSpec, Specs
 from reshard_mpi.formats.nest import flatten_tree, nodes
-from reshard_mpi.formats.nest.nodes import Value
+from reshard_mpi.formats.nest.nodes import NestTensor, Value
 from reshard_mpi.formats.protocol import NO_SUMS, OnBytes, uncounted
 from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable, TensorType
@@ -231,7 +231,7 @@ def _strings(metadata: Metadata, objects: Mapping[str, Value], folder: str) -> _
     # Ranks list their own writes; the paths cover all keys of a rank, in the order of its dictionaries.
     has_order = metadata.paths.keys() == metadata.entries.keys()
     values = (
-        (metadata.paths.get(name, (name,)), objects[name] if metadata.entries[name] is None else TensorLeaf(name))
+        (metadata.paths.get(name, (name,)), objects[name] if metadata.entries[name] is None else NestTensor(name))
         for name in (metadata.paths if has_order else metadata.entries)
         if name
     )
@@ -239,15 +239,15 @@ def _strings(metadata: Metadata, objects: Mapping[str, Value], folder: str) -> _
         flattened = flatten_tree.flatten(tree_of(values, folder), _is_tensor, has_order=has_order)
     except nodes.NestError as error:
         raise error.of_file("a checkpoint", folder) from None
-    if any(name != leaf.name for name, leaf in flattened.tensors if type(leaf) is TensorLeaf):
+    if any(name != leaf.name for name, leaf in flattened.tensors if type(leaf) is NestTensor):
         raise ShardError("the paths of a checkpoint do not lead to its names", where=folder)
-    inner = [(name, leaf) for name, leaf in flattened.tensors if type(leaf) is not TensorLeaf]
+    inner = [(name, leaf) for name, leaf in flattened.tensors if type(leaf) is not NestTensor]
     return _Strings(flattened.strings, flattened.left_out, inner)
 
 
 def _is_tensor(value: Value) -> bool:
     """Tell whether a value is a tensor that is listed, or one in an object."""
-    return type(value) is TensorLeaf or type(value) is StoredTensor
+    return type(value) is NestTensor or type(value) is StoredTensor
 
 
 # Tensors in objects, such as betas, lie in the metadata as well.
@@ -308,7 +308,7 @@ def _require_small(entries: Iterable[Entry], specs: Specs, path: str) -> None:
     """Raise TargetError for a tensor in an object that is large, or cut: the metadata is to have all of it."""
     kind_of = dict(zip(specs.names, specs.kind_ids))
     for name, _, value in entries:
-        for tensor in tensors_in(value) if type(value) is not TensorLeaf else ():
+        for tensor in tensors_in(value) if type(value) is not NestTensor else ():
             kind = specs.kinds[kind_of[tensor]] if tensor in kind_of else None
             if kind is not None and (kind.size_bytes > _MOST_IN_OBJECT_BYTES or kind.shape != kind.whole_shape):
                 raise TargetError(

@@ -20,7 +20,8 @@ from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.dcp.bulk_metadata import MAX_NUMBER
 from reshard_mpi.formats.manifest import ShardSpec
-from reshard_mpi.formats.nest.nodes import ORDERED_DICT, Call, Dict, Global, Value, parts
+from reshard_mpi.formats.nest.nodes import ORDERED_DICT, Call, Dict, Global, NestTensor, Value, parts
+from reshard_mpi.formats.structure import require_own
 from reshard_mpi.formats.tensor_table import TensorTable, TensorType
 from reshard_mpi.formats.torch.archive import (
     ALIGNMENT_BYTES,
@@ -87,7 +88,7 @@ def of_object(value: Value, contents: Mapping[str, tuple[TensorType, bytes]]) ->
 def _with(written: Mapping[str, WrittenTensor], value: Value) -> Value:
     """Return a value with tensors in place of their leaves."""
     kind = type(value)
-    if kind is TensorLeaf:
+    if kind is NestTensor:
         return written[value.name]
     if kind is list or kind is tuple:
         return kind(_with(written, part) for part in value)
@@ -123,12 +124,6 @@ _COUNTER = Global("collections", "Counter")
 _DICTIONARIES = frozenset((_COUNTER, ORDERED_DICT, Global("collections", "defaultdict")))
 # Lists may lack items, which torch fills with None: empty dictionaries before.
 _MOST_LACKING = 1 << 16
-
-
-class TensorLeaf(NamedTuple):
-    """A tensor of the checkpoint in a tree."""
-
-    name: str
 
 
 def tree_of(values: Iterable[tuple[Keys, Value]], where: str) -> Value:
@@ -167,9 +162,7 @@ class _List(dict[str | int, Value]):
 
 
 def _finished_tree(tree: Mapping[str | int, Value]) -> Value:
-    values = {
-        key: _finished_tree(value) if type(value) in (_Dictionary, _List) else value for key, value in tree.items()
-    }
+    values = {key: _finished_tree(own) if type(own) in (_Dictionary, _List) else own for key, own in tree.items()}
     if type(tree) is not _List:
         if type(values.get("state")) is Dict:
             values["state"] = _numbered(values["state"], values.get("param_groups"))
@@ -250,14 +243,14 @@ def _is_dictionary(value: Value) -> bool:
 def _has_more(values: list[Value]) -> bool:
     """Tell whether there are tensors or dictionaries in a list, or in lists in it."""
     return any(
-        type(value) is TensorLeaf or _is_dictionary(value) or (type(value) is list and _has_more(value))
+        type(value) is NestTensor or _is_dictionary(value) or (type(value) is list and _has_more(value))
         for value in values
     )
 
 
 def tensors_in(value: Value) -> Iterator[str]:
     """Yield the names of the tensors in a value."""
-    if type(value) is TensorLeaf:
+    if type(value) is NestTensor:
         yield value.name
     for part in parts(value):
         yield from tensors_in(part)
@@ -344,16 +337,12 @@ def read_footer(file: SourceFile) -> Footer:
 
 def _contents(root: Value, path: str, end: int) -> Footer:
     """Return the contents that a record describes. Raises ValueError, KeyError or IndexError if it is damaged."""
-    if type(root) is not Dict:
-        raise ValueError
+    require_own(type(root) is Dict)
     kinds, names, strings = root.get("kinds"), root.get("names"), root.get("strings")
-    if type(kinds) is not list or type(names) is not list or type(strings) is not Dict:
-        raise ValueError
+    require_own(type(kinds) is list and type(names) is list and type(strings) is Dict)
     kind_of, starts = array("I", _bytes(root.get("kind_of"))), array("q", _bytes(root.get("starts")))
-    if not len(names) == len(kind_of) == len(starts) <= structure.MAX_TENSORS:
-        raise ValueError
-    if not all(type(text) is str for text in (*names, *strings.flat)) or len(set(names)) < len(names):
-        raise ValueError
+    require_own(len(names) == len(kind_of) == len(starts) <= structure.MAX_TENSORS)
+    require_own(all(type(text) is str for text in (*names, *strings.flat)) and len(set(names)) == len(names))
     tensors = TensorTable(path)
     numbers = [tensors.kind(_kind(kind)) for kind in kinds]
     for name, kind, start in zip(names, _little_endian(kind_of), _little_endian(starts)):
@@ -363,19 +352,17 @@ def _contents(root: Value, path: str, end: int) -> Footer:
 
 def _kind(value: Value) -> TensorType:
     """Return the kind that a record describes; raises as `_contents` does."""
-    if type(value) is not tuple or len(value) != 4 or type(value[0]) is not str:
-        raise ValueError
+    require_own(type(value) is tuple and len(value) == 4 and type(value[0]) is str)
     dtype, (whole, low, high) = BY_TORCH_NAME[value[0]], map(numbers_of, value[1:])
     box = Box(low, high)
     kind = TensorType(dtype, box.shape, box, whole)
-    if box.ndim > structure.MAX_DIMENSIONS or not Box.whole(whole).contains(box) or kind.size_bytes >= MAX_NUMBER:
-        raise ValueError
+    require_own(box.ndim <= structure.MAX_DIMENSIONS and Box.whole(whole).contains(box))
+    require_own(kind.size_bytes < MAX_NUMBER)
     return kind
 
 
 def _bytes(text: Value) -> bytes:
-    if type(text) is not str:
-        raise ValueError
+    require_own(type(text) is str)
     return bytes.fromhex(text)
 
 

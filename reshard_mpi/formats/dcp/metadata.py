@@ -236,8 +236,7 @@ def _keys(entries: Mapping[str, TensorChunks | None]) -> Iterator[ItemKey]:
 
 def _tensor(name: str, value: Value) -> TensorChunks:
     """Return a tensor of the metadata. Raises _Unsound if there can be none like it, or this program reads none."""
-    facts = value if isinstance(value, TensorFacts) else _facts(value)
-    dtype, shape, chunks = facts
+    dtype, shape, chunks = value if isinstance(value, TensorFacts) else _facts(value)
     torch_dtype = BY_TORCH_NAME.get(dtype.name) if dtype.module == "torch" else None
     unreadable = "" if torch_dtype is not None else f"elements of a type that is not known here, {dtype}"[:200]
     if len(shape) > structure.MAX_DIMENSIONS:

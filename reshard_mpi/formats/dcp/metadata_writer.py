@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from reshard_mpi.errors import DisagreementError, TargetError
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.dcp import file_layout
 from reshard_mpi.formats.dcp.bulk_metadata import FILESYSTEM, METADATA, ItemPlace
-from reshard_mpi.formats.dcp.file_layout import Keys, TensorLeaf, flattened, tensors_in
+from reshard_mpi.formats.dcp.file_layout import Keys, flattened, tensors_in
 from reshard_mpi.formats.dcp.metadata import INDEX, OWN_STRINGS
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import NEST, Manifest, apart_error, common_nest
-from reshard_mpi.formats.nest.nodes import Value
+from reshard_mpi.formats.nest.nodes import NestTensor, Value
 from reshard_mpi.formats.tensor_table import TensorType
-from reshard_mpi.formats.torch.pickler import rebuilt, text_opcode, whole_opcode
+from reshard_mpi.formats.torch.pickler import memo_opcodes, rebuilt, text_opcode, whole_opcode
 
 _VERSION = "1.0.0"
 # Numbers of this many bytes, so that the pickle has the same length wherever its objects lie.
@@ -28,15 +29,12 @@ _WIDE_BYTES = 8
 ChunkPlace = tuple[tuple[int, ...], tuple[int, ...], ItemPlace]
 
 
-class CollectedTensor:
+class CollectedTensor(NamedTuple):
     """A tensor of the checkpoint while its pieces are collected. pieces: by their first element."""
 
-    __slots__ = ("dtype", "pieces", "shape")
-
-    def __init__(self, dtype: DType, shape: tuple[int, ...]) -> None:
-        self.dtype = dtype
-        self.shape = shape
-        self.pieces: dict[tuple[int, ...], ChunkPlace] = {}
+    dtype: DType
+    shape: tuple[int, ...]
+    pieces: dict[tuple[int, ...], ChunkPlace]
 
 
 def index_contents(shards: Sequence[Manifest]) -> dict[str, bytes]:
@@ -49,9 +47,7 @@ def index_contents(shards: Sequence[Manifest]) -> dict[str, bytes]:
     strings, paths, objects = _entries(shards)
     for name in (name for value in objects.values() for name in tensors_in(value)) if not strings else ():
         del wholes[name], paths[name]  # without strings, they are read from objects
-    items = {
-        name: file_layout.of_object(value, contents_of(tensors_in(value), shards)) for name, value in objects.items()
-    }
+    items = {name: file_layout.of_object(own, contents_of(tensors_in(own), shards)) for name, own in objects.items()}
     return {INDEX: content_of(wholes, paths, items, paths, strings)}
 
 
@@ -100,7 +96,7 @@ def _wholes(shards: Sequence[Manifest]) -> dict[str, CollectedTensor]:
             assert box is not None and global_shape is not None
             whole = wholes.get(name)
             if whole is None:
-                whole = wholes[name] = CollectedTensor(dtype, global_shape)
+                whole = wholes[name] = CollectedTensor(dtype, global_shape, {})
             if (whole.dtype, whole.shape) != (dtype, global_shape):
                 raise DisagreementError(
                     f"files of one checkpoint have different tensors called {name!r}",
@@ -117,7 +113,7 @@ def _wholes(shards: Sequence[Manifest]) -> dict[str, CollectedTensor]:
     return wholes
 
 
-# The name of an entry of a checkpoint, its path, and a `TensorLeaf` or an object.
+# The name of an entry of a checkpoint, its path, and a `NestTensor` or an object.
 Entry = tuple[str, Keys, Value]
 
 
@@ -127,15 +123,15 @@ def entries_of(names: Sequence[str], strings: Mapping[str, str], where: str) -> 
     Tensors in objects have entries of their own besides, for this program. Raises TargetError if the strings do not
     fit the tensors, or two entries have the same name.
     """
-    root = rebuilt({name: TensorLeaf(name) for name in names}, strings, where)
+    root = rebuilt({name: NestTensor(name) for name in names}, strings, where)
     entries: list[Entry] = []
     met: set[str] = set()
     values = [*flattened(root)]
-    objects = [value for _, value in values if type(value) is not TensorLeaf]
-    values += [((name,), TensorLeaf(name)) for value in objects for name in tensors_in(value)]
+    objects = [value for _, value in values if type(value) is not NestTensor]
+    values += [((name,), NestTensor(name)) for value in objects for name in tensors_in(value)]
     for path, value in values:
         name = ".".join(map(str, path))
-        if type(value) is TensorLeaf and value.name != name:
+        if type(value) is NestTensor and value.name != name:
             name, path = value.name, (value.name,)
         if name in met:
             raise TargetError(
@@ -174,7 +170,7 @@ def _entries(shards: Sequence[Manifest]) -> tuple[dict[str, str], dict[str, Keys
     for strings, own in names.items():
         for name, path, value in entries_of(list(own), dict(strings), shards[0].path):
             paths.setdefault(name, path)
-            if type(value) is not TensorLeaf:
+            if type(value) is not NestTensor:
                 objects.setdefault(name, value)
     return (dict(next(iter(names))) if len(names) == 1 else {}), paths, objects
 
@@ -262,11 +258,8 @@ class _MetadataPickler:
 
     def _remember(self, key: Hashable) -> None:
         """Give what was written last a number in the memo."""
-        number = len(self._memo)
-        put, get = (b"q%c", b"h%c") if number < 256 else (b"r%b", b"j%b")
-        written = number if number < 256 else number.to_bytes(4, "little")
-        self._content += put % written
-        self._memo[key] = get % written
+        put, self._memo[key] = memo_opcodes(len(self._memo))
+        self._content += put
 
     def text(self, text: str) -> None:
         if not self._is_known(text):
@@ -290,9 +283,8 @@ class _MetadataPickler:
             self._remember(numbers)
 
     def path(self, path: Keys) -> None:
-        self.raw(
-            b"(" + b"".join(whole_opcode(key) if type(key) is int else text_opcode(str(key)) for key in path) + b"t"
-        )
+        keys = (whole_opcode(key) if type(key) is int else text_opcode(str(key)) for key in path)
+        self.raw(b"(" + b"".join(keys) + b"t")
 
     def tensor(self, whole: CollectedTensor) -> None:
         self.new(METADATA, "TensorStorageMetadata")

@@ -135,11 +135,9 @@ def _of_another_step(first: ModelStates, folder: str) -> Iterator[str]:
 
 def _tensor_parallel_ranks(states: RankStates, files: TagFiles) -> int:
     """Return over how many ranks parameters are cut. With a pipeline its stages are model-parallel ranks as well."""
-    return (
-        states.model_ranks
-        if states.first.module is not None
-        else 1 + max((own.model for own in files.layers), default=0)
-    )
+    if states.first.module is not None:
+        return states.model_ranks
+    return 1 + max((own.model for own in files.layers), default=0)
 
 
 def _universal(states: RankStates, weights: Mapping[str, Value], folder: str) -> DeepSpeedTraining:
@@ -147,16 +145,9 @@ def _universal(states: RankStates, weights: Mapping[str, Value], folder: str) ->
     read = read_universal(folder, states)
     if states.model_ranks > 1:
         weights = dict(_of_several_ranks(states, read, folder))
-    return DeepSpeedTraining(
-        states.first,
-        weights,
-        read.trained,
-        {**dict(_frozen(states, 0)), **read.besides},
-        read.settings,
-        read.values,
-        read.starts,
-        read.path,
-    )
+    frozen = {**dict(_frozen(states, 0)), **read.besides}
+    of_optimizer = read.settings, read.values, read.starts, read.path
+    return DeepSpeedTraining(states.first, weights, read.trained, frozen, *of_optimizer)
 
 
 def _of_several_ranks(states: RankStates, read: UniversalStates, folder: str) -> Iterator[tuple[str, TensorPieces]]:
@@ -165,8 +156,7 @@ def _of_several_ranks(states: RankStates, read: UniversalStates, folder: str) ->
     Buffers are whole in all files, and listed with their copies. Raises ShardError for a parameter that is not trained,
     since no file has it whole.
     """
-    dtype = type_in(states.first.values.get("ds_config"))
-    nothing = TensorPieces(dtype, (0,), ())
+    nothing = TensorPieces(type_in(states.first.values.get("ds_config")), (0,), ())
     yield from dict.fromkeys(read.trained, nothing).items()
     yield from read.besides.items()
     buffers: dict[str, TensorPieces] = {}
@@ -389,12 +379,7 @@ def _read(folder: str, name: str, files: Sequence[str]) -> dict[str, Value]:
 
 
 def _parameter(
-    name: str,
-    shape: tuple[int, ...],
-    own: Mapping[str, Value],
-    of_all: Mapping[str, Value],
-    number: int,
-    folder: str,
+    name: str, shape: tuple[int, ...], own: Mapping[str, Value], of_all: Mapping[str, Value], number: int, folder: str
 ) -> TrainedParameter:
     """Return a parameter with its state. Raises ShardError if a file does not hold as many elements as it has."""
     state: dict[str, TensorPieces] = {}

@@ -132,25 +132,12 @@ class ZeroLayout(NamedTuple):
     @classmethod
     def of_text(cls, text: str) -> ZeroLayout:
         """Return the layout that a text of `as_text` says."""
-        fields: list[Any] = json.loads(text)
-        stage, ranks, dtype, groups, kinds, counters, names, frozen, buffers, shared, apart, *others = fields
-        return cls(
-            stage,
-            ranks,
-            dtype,
-            tuple(
-                tuple(FlatGroupLayout(_parameters(own), tuple(gaps), *counts) for own, gaps, *counts in of_stage)
-                for of_stage in groups
-            ),
-            tuple((kind, dtype) for kind, dtype in kinds),
-            tuple(counters),
-            tuple(names),
-            _parameters(frozen),
-            tuple(buffers),
-            tuple((name, other) for name, other in shared),
-            tuple(apart),
-            *others,
+        layout = cls(*_as_tuples(json.loads(text)))
+        groups = tuple(
+            tuple(FlatGroupLayout(_parameters(own), gaps, settings, parts) for own, gaps, settings, parts in of_stage)
+            for of_stage in layout.groups
         )
+        return layout._replace(groups=groups, frozen=_parameters(layout.frozen))
 
 
 def layer_of(name: str, otherwise: int) -> int:
@@ -159,8 +146,13 @@ def layer_of(name: str, otherwise: int) -> int:
     return int(number) if number.isdecimal() else otherwise
 
 
-def _parameters(fields: Sequence[Any]) -> tuple[LaidParameter, ...]:
-    return tuple(LaidParameter(name, tuple(shape), weights, dtype) for name, shape, weights, dtype in fields)
+def _as_tuples(value: Any) -> Any:
+    """Return a value of JSON with tuples for its lists."""
+    return tuple(map(_as_tuples, value)) if type(value) is list else value
+
+
+def _parameters(fields: Iterable[Any]) -> tuple[LaidParameter, ...]:
+    return tuple(LaidParameter(*own) for own in fields)
 
 
 def names_by_file(layout: ZeroLayout, names: Iterable[str]) -> dict[str, list[str]]:
@@ -214,15 +206,11 @@ def vectors_of(layout: ZeroLayout, file: int) -> Iterator[RankVectors]:
             length = group.partition(ranks)
             padding = min(max((rank + 1) * length - group.size, 0), length)
             own = [*own_in_partition(sizes, group.gaps, length, rank)]
-        first = next(iter(parameters), None)
+        counters = layout.counters if parameters else ()
         yield RankVectors(
             Vector(length - padding, tuple(_parts_of(parameters, own, WEIGHTS, file))),
             {kind: Vector(length, tuple(_parts_of(parameters, own, kind, file))) for kind, _ in layout.kinds},
-            {
-                kind: whole_part(f"{STATE}{first.name}.{kind}", (), file)
-                for kind in layout.counters
-                if first is not None
-            },
+            {kind: whole_part(f"{STATE}{parameters[0].name}.{kind}", (), file) for kind in counters},
             padding,
             tuple((run.parameter, run.start, run.length) for run in own),
         )

@@ -130,8 +130,7 @@ def _names_in_layers(root: Dict) -> Iterator[tuple[str, str]]:
 
 def _stages(root: Dict) -> Sequence[Sequence[str]]:
     """Return the names of the parameters that each stage of a pipeline trains, in order; none where it is not said."""
-    pipeline = root.get(PIPELINE)
-    stages = entry_of(pipeline, STAGES)
+    stages = entry_of(root.get(PIPELINE), STAGES)
     if type(stages) is not list or not all(type(own) is list for own in stages):
         return []
     return stages if all(type(name) is str for own in stages for name in own) else []
@@ -230,9 +229,8 @@ def _experts(root: Dict) -> dict[str, int]:
 
 
 def _lost_experts(expected: str, got: str) -> TargetError:
-    return _not_written(
-        "a model that lacks experts", expected, got, "convert to DeepSpeed without a selection, or choose --to torch"
-    )
+    remedy = "convert to DeepSpeed without a selection, or choose --to torch"
+    return _not_written("a model that lacks experts", expected, got, remedy)
 
 
 def _of_experts(

@@ -29,7 +29,7 @@ from reshard_mpi.formats.deepspeed.layout import (
 from reshard_mpi.formats.deepspeed.model_parts import ModelParts, parts_of, second_names
 from reshard_mpi.formats.deepspeed.parameters import TIED
 from reshard_mpi.formats.deepspeed.ranks import TargetNames
-from reshard_mpi.formats.deepspeed.torch_forms import EngineNest, is_nest_tensor, loss_scaler, nest_of
+from reshard_mpi.formats.deepspeed.torch_forms import EngineNest, loss_scaler, nest_of
 from reshard_mpi.formats.deepspeed.training_tree import (
     SETTINGS,
     config_for,
@@ -40,12 +40,11 @@ from reshard_mpi.formats.deepspeed.training_tree import (
     require_places,
 )
 from reshard_mpi.formats.deepspeed.weight_copies import compared_parts, weights_made_of
-from reshard_mpi.formats.dtypes import BY_NAME, DType
+from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.nest import flatten_tree
-from reshard_mpi.formats.nest.nodes import MODEL, Dict, Value, entry_of
-from reshard_mpi.formats.protocol import Packed, PackingOptions, Part
+from reshard_mpi.formats.nest.nodes import MODEL, Dict, Value, entry_of, is_nest_tensor
+from reshard_mpi.formats.protocol import OwnTypes, Packed, PackingOptions, Part, TensorTypes
 from reshard_mpi.formats.tensor_table import TensorType
-from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import shortened
 
 _OPTIMIZER = "optimizer."
@@ -80,12 +79,7 @@ class _NestedTraining(NamedTuple):
         return self.root.get("ds_config")
 
 
-def packed(
-    tensors: Mapping[str, TensorType],
-    strings: Mapping[str, str],
-    own_types: Mapping[str, DType],
-    options: PackingOptions,
-) -> Packed:
+def packed(tensors: TensorTypes, strings: Mapping[str, str], own_types: OwnTypes, options: PackingOptions) -> Packed:
     """Return the files for a number of ranks, as `PackingFormat.packed` says."""
     ranks, stage = options.dp, options.zero_stage
     nest = nest_of(tensors, strings)
@@ -94,13 +88,12 @@ def packed(
     layout = _layout(training, parts, tensors, own_types, ranks, stage)
     origins = weights_made_of(tensors, layout.shared, own_types)
     of_settings = flatten_tree.flatten(Dict([SETTINGS, [*training.settings]]), is_nest_tensor).tensors
-    files = [
-        [
-            *_optimizer_parts(layout, file),
-            *(Part(f"{name}@{file}", own.name, Box.whole(tensors[own.name].shape)) for name, own in of_settings),
-        ]
-        for file in range(layout.optimizer_files)
-    ]
+    files: list[list[Part]] = []
+    for number in range(layout.optimizer_files):
+        settings = (
+            whole_part(name, tensors[own.name].shape, number)._replace(source=own.name) for name, own in of_settings
+        )
+        files.append([*_optimizer_parts(layout, number), *settings])
     for number, whole in enumerate(_whole_in_files(layout, tensors)):
         of_file = (whole_part(own, tensors[own].shape, layout.optimizer_files + number) for own in whole)
         file = [part._replace(**origins[part.source]._asdict()) if part.source in origins else part for part in of_file]
@@ -149,11 +142,8 @@ def _training(nest: EngineNest) -> _NestedTraining:
     """Return the training that a nest is of. Raises TargetError if it is of none."""
     root, tensors = nest.root, nest.tensors
     groups = entry_of(entry_of(root, "optimizer"), "param_groups")
-    if (
-        type(groups) is not list
-        or not all(type(group) is Dict for group in groups)
-        or type(root.get("model")) is not Dict
-    ):
+    has_groups = type(groups) is list and all(type(group) is Dict for group in groups)
+    if not has_groups or type(root.get("model")) is not Dict:
         raise no_training("a model and an optimizer with its groups", shortened(list(tensors)) or "no tensors")
     names = [group.get("params") for group in groups]
     for own in names:
@@ -161,30 +151,23 @@ def _training(nest: EngineNest) -> _NestedTraining:
             raise no_training("the names of parameters as params of each group", f"{own!r}"[:100])
     settings = [group.without("params") for group in groups]
     if any(not own.flat for own in settings):
-        raise no_training(
-            "settings of each group of the optimizer, such as lr", "none, as elastic checkpoints of DeepSpeed have"
-        )
+        expected = "settings of each group of the optimizer, such as lr"
+        raise no_training(expected, "none, as elastic checkpoints of DeepSpeed have")
     return _NestedTraining(root, names, settings, nest.equal, nest.untrained)
 
 
-def _groups(training: _NestedTraining, tensors: Mapping[str, TensorType]) -> list[list[LaidParameter]]:
+def _groups(training: _NestedTraining, tensors: TensorTypes) -> list[list[LaidParameter]]:
     """Return the parameters of each group. Raises TargetError if one is missing, or in two groups."""
     groups = [[_parameter(name, tensors) for name in own] for own in training.groups]
     names = {parameter.name for own in groups for parameter in own}
     if len(names) != sum(map(len, groups)) or not all(groups) or not names:
-        raise no_training(
-            "each parameter in one group", "one in two groups" if all(groups) else "a group without parameters"
-        )
+        got = "one in two groups" if all(groups) else "a group without parameters"
+        raise no_training("each parameter in one group", got)
     return groups
 
 
 def _layout(
-    training: _NestedTraining,
-    parts: ModelParts,
-    tensors: Mapping[str, TensorType],
-    own_types: Mapping[str, DType],
-    ranks: int,
-    stage: int,
+    training: _NestedTraining, parts: ModelParts, tensors: TensorTypes, own_types: OwnTypes, ranks: int, stage: int
 ) -> ZeroLayout:
     """Return how the training lies in the files. Raises TargetError if a part of it is missing, or cannot lie there."""
     trained = {own.name: own for groups in parts.groups for of_parts in groups for own in chain(*of_parts)}
@@ -218,9 +201,8 @@ def _layout(
     copies = (own.weights for own in trained.values() if own.weights != MODEL + own.name)
     masters = {tensors[name].dtype.name for name in copies} - {"float32"}
     if dtype not in _TYPES or masters:
-        raise no_training(
-            f"parameters of type {', '.join(_TYPES)}, and {WEIGHTS} in float32", ", ".join(sorted({dtype, *masters}))
-        )
+        expected = f"parameters of type {', '.join(_TYPES)}, and {WEIGHTS} in float32"
+        raise no_training(expected, ", ".join(sorted({dtype, *masters})))
     sources = [own.weights for own in trained.values() if own.weights in own_types]
     wide = next((name for name in sources if own_types[name].name == "float64" and dtype != "float32"), None)
     if wide is not None:
@@ -233,7 +215,7 @@ def _layout(
         tuple(
             laid
             for number, of_parts in enumerate(groups)
-            for laid in _flat_groups(of_parts, number, training, itemsize_bytes, ranks, stage)
+            for laid in _flat_groups(of_parts, number, training.config, itemsize_bytes, ranks, stage)
         )
         for groups in parts.groups
     )
@@ -257,7 +239,7 @@ def _layout(
     )
 
 
-def _parameter(name: str, tensors: Mapping[str, TensorType]) -> LaidParameter:
+def _parameter(name: str, tensors: TensorTypes) -> LaidParameter:
     """Return a parameter that is trained. Raises TargetError if it is not in the model, or its state is not there."""
     model = tensors.get(MODEL + name)
     if model is None:
@@ -273,7 +255,7 @@ def _frozen(name: str, kind: TensorType) -> LaidParameter:
 
 
 def _kinds(
-    trained: Mapping[str, LaidParameter], tensors: Mapping[str, TensorType]
+    trained: Mapping[str, LaidParameter], tensors: TensorTypes
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """Return the kinds of state that have the shapes of parameters, and the kinds that are one number.
 
@@ -318,12 +300,7 @@ def _names(value: Value) -> tuple[str, ...]:
 
 
 def _flat_groups(
-    of_parts: Sequence[Sequence[LaidParameter]],
-    number: int,
-    training: _NestedTraining,
-    itemsize_bytes: int,
-    ranks: int,
-    stage: int,
+    of_parts: Sequence[Sequence[LaidParameter]], number: int, config: Value, itemsize_bytes: int, ranks: int, stage: int
 ) -> list[FlatGroupLayout]:
     """Return the flat groups that the engine makes of one group of the optimizer.
 
@@ -332,7 +309,7 @@ def _flat_groups(
     """
     own = of_parts[0]
     if stage == 3:
-        most = sub_group_size(training.config)
+        most = sub_group_size(config)
         if most is None:
             raise TargetError(
                 "the size of a sub-group in ds_config cannot be followed",
@@ -341,18 +318,14 @@ def _flat_groups(
                 remedy="choose --zero-stage 1 or 2, or leave the setting out of the source",
             )
         return [FlatGroupLayout(tuple(part), (0,) * len(part), number) for part in _sub_groups(own, ranks, most)]
-    if has_round_robin(training.config, stage):
+    if has_round_robin(config, stage):
         places = round_robin(len(own), ranks // len(of_parts))
         of_parts = [[part[place] for place in places] for part in of_parts]
     alignment = 1
-    if is_aligned(training.config, stage):
+    if is_aligned(config, stage):
         alignment = _ALIGNED_BYTES // math.gcd(_ALIGNED_BYTES, itemsize_bytes)
-    gaps, end = [], 0
-    for parameter in of_parts[0]:
-        gap = -(end + parameter.size) % alignment
-        gaps.append(gap)
-        end += parameter.size + gap
-    return [FlatGroupLayout(tuple(chain(*of_parts)), (*gaps[:-1], 0), number, len(of_parts))]
+    gaps = [-parameter.size % alignment for parameter in of_parts[0][:-1]]
+    return [FlatGroupLayout(tuple(chain(*of_parts)), (*gaps, 0), number, len(of_parts))]
 
 
 def _sub_groups(own: Sequence[LaidParameter], ranks: int, most: int) -> Iterator[list[LaidParameter]]:
@@ -373,7 +346,7 @@ def _sub_groups(own: Sequence[LaidParameter], ranks: int, most: int) -> Iterator
         yield part
 
 
-def _whole_in_files(layout: ZeroLayout, tensors: Mapping[str, TensorType]) -> Iterator[list[str]]:
+def _whole_in_files(layout: ZeroLayout, tensors: TensorTypes) -> Iterator[list[str]]:
     """Yield the names of the whole tensors in each file of weights, then in each file of a layer or expert."""
     buffers = {*layout.buffers}
     names = [own for own in layout.names if not layout.is_sliced or own in buffers]

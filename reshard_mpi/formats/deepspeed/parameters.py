@@ -163,41 +163,34 @@ def _of_group(
     vectors = {"": [group.weights for group in groups]}
     vectors |= {kind: [group.state[kind] for group in groups if kind in group.state] for kind in groups[0].state}
     _require_paddings(sum(sizes), number, shares, path)
-    by_kind = {kind: [*_held(own, shapes, sizes, number, shares, path)] for kind, own in vectors.items()}
+
+    def held(vectors: Sequence[FlatVector]) -> Iterator[TensorPieces]:
+        """Yield the tensors that lie in the vectors of some ranks."""
+        lengths = [vector.elements for vector in vectors]
+        runs: Iterator[tuple[FlatRun, ...]]
+        if shares[0].is_sliced:
+            runs = in_slices(sizes, lengths)
+        else:
+            gaps = shares[0].gaps[number] if shares[0].gaps else (0,) * len(sizes)
+            runs = in_partitions(sizes, gaps, lengths)
+        try:
+            for shape, own in zip(shapes, runs, strict=True):
+                ranges = tuple(vectors[run.rank].range(run.start, run.length) for run in own)
+                yield HeldTensor(vectors[0].dtype, shape, ByteRanges(ranges)).as_one_piece
+        except SizeError as error:
+            raise ShardError(
+                f"group {number} of a DeepSpeed optimizer does not have the parameters that are listed",
+                expected=error.expected,
+                got=error.got,
+                where=f"{path} (param_shapes) and {vectors[0].path}",
+                remedy="copy or restore all files of one save",
+            ) from None
+
+    by_kind = {kind: [*held(own)] for kind, own in vectors.items()}
     others = {**groups[0].values, **groups[0].of_all}
     for place, shape in enumerate(shapes):
         state = {kind: own[place] for kind, own in by_kind.items() if kind}
         yield TrainedParameter(shape, by_kind[""][place], state, others, number)
-
-
-def _held(
-    vectors: Sequence[FlatVector],
-    shapes: Sequence[tuple[int, ...]],
-    sizes: Sequence[int],
-    number: int,
-    shares: Sequence[OptimizerStates],
-    path: str,
-) -> Iterator[TensorPieces]:
-    """Yield the tensors that lie in the vectors of some ranks."""
-    lengths = [vector.elements for vector in vectors]
-    runs: Iterator[tuple[FlatRun, ...]]
-    if shares[0].is_sliced:
-        runs = in_slices(sizes, lengths)
-    else:
-        gaps = shares[0].gaps[number] if shares[0].gaps else (0,) * len(sizes)
-        runs = in_partitions(sizes, gaps, lengths)
-    try:
-        for shape, own in zip(shapes, runs, strict=True):
-            ranges = tuple(vectors[run.rank].range(run.start, run.length) for run in own)
-            yield HeldTensor(vectors[0].dtype, shape, ByteRanges(ranges)).as_one_piece
-    except SizeError as error:
-        raise ShardError(
-            f"group {number} of a DeepSpeed optimizer does not have the parameters that are listed",
-            expected=error.expected,
-            got=error.got,
-            where=f"{path} (param_shapes) and {vectors[0].path}",
-            remedy="copy or restore all files of one save",
-        ) from None
 
 
 def _require_paddings(total: int, number: int, shares: Sequence[OptimizerStates], path: str) -> None:
@@ -247,11 +240,7 @@ def _shapes(states: RankStates, model_rank: int, weights: Mapping[str, Value]) -
 
 def _shape(name: str, size: int, weights: Mapping[str, Value], path: str) -> tuple[int, ...]:
     own = name.split(".", 2)[2] if name.startswith(TIED) else None
-    named = (
-        tensor
-        for other, tensor in weights.items()
-        if other == name or (own is not None and other.partition(".")[2] == own)
-    )
+    named = (tensor for other, tensor in weights.items() if other == name or other.partition(".")[2] == own)
     shapes = {tensor.shape for tensor in named if type(tensor) is TensorPieces}
     if {math.prod(shape) for shape in shapes} != {size} or len(shapes) > 1:
         raise ShardError(

@@ -180,8 +180,7 @@ def optimizer_states_of(state: Value, content: FileContent, path: str) -> Optimi
         key = "fp32_flat_groups" if is_sliced else "single_partition_of_fp32_groups"
         weights = [_flat(key, tensor, content, path) for tensor in _list(key, state.get(key))]
         key = "optimizer_state_dict" if is_sliced else "base_optimizer_state"
-        inner = state.get(key)
-        of_groups, settings = _states(key, inner, len(weights))
+        of_groups, settings = _states(key, state.get(key), len(weights))
         step = state.get("base_optimizer_state_step")
         if step is not None:
             of_groups = [Dict([*group.flat, "step", step]) for group in of_groups]

@@ -300,10 +300,8 @@ def _require_one_moment(models: Mapping[Ranks, ModelStates], optimizers: Mapping
     for other in others:
         for key in _OF_ONE_SAVE:
             _require_same(key, first.path, first.values.get(key), other.path, other.values.get(key))
-        for key, is_of in {"dp_world_size": first.data_ranks, "mp_world_size": first.model_ranks}.items():
-            _require_same(
-                key, first.path, is_of, other.path, other.data_ranks if key == "dp_world_size" else other.model_ranks
-            )
+        _require_same("dp_world_size", first.path, first.data_ranks, other.path, other.data_ranks)
+        _require_same("mp_world_size", first.path, first.model_ranks, other.path, other.model_ranks)
     if not optimizers:
         return
     first_share = next(iter(optimizers.values()))
@@ -378,8 +376,6 @@ def _differing(states: Sequence[ModelStates | OptimizerStates]) -> Iterator[str]
 
 def _unread(optimizers: Mapping[Ranks, OptimizerStates]) -> Iterator[str]:
     """Say which tensors of an optimizer's state are neither of all elements of a group nor one number."""
-    shapes = {
-        name: shape for states in optimizers.values() for group in states.groups for name, shape in group.others.items()
-    }
+    shapes = {name: shape for own in optimizers.values() for each in own.groups for name, shape in each.others.items()}
     for name, shape in shapes.items():
         yield f"{name} of the optimizer: tensors of shape {list(shape)}, which are not of the parameters' elements"

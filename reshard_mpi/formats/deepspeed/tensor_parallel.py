@@ -7,9 +7,8 @@ is what `slice_rules.py` has read.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
-from operator import mul
+from collections.abc import Mapping, Sequence
+from operator import le
 from typing import NamedTuple
 
 from reshard_mpi.errors import LayoutError, ShardError
@@ -27,9 +26,10 @@ from reshard_mpi.formats.deepspeed.slice_rules import (
     numbers_of,
 )
 from reshard_mpi.formats.deepspeed.training_tree import DeepSpeedTraining
-from reshard_mpi.formats.locations import ByteRange, ByteRanges, Location, Reduced, StridedView
+from reshard_mpi.formats.locations import Location, Reduced
 from reshard_mpi.formats.nest.nodes import MODEL, Dict, Value, entry_of
-from reshard_mpi.formats.torch.file_content import TensorPieces
+from reshard_mpi.formats.torch.file_content import HeldTensor, TensorPieces
+from reshard_mpi.formats.torch.pickler import row_major_strides
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout, fitted_to_part
 from reshard_mpi.sharding.strategy import Strategy
@@ -174,12 +174,9 @@ def _mapped(rules: SliceRules, name: str, own: Value, shapes: Sequence[_Shape]) 
         entry = entries.get(rank)
         pieces, said = entry_of(entry, "pieces"), numbers_of(entry_of(entry, "shard_shape"))
         if whole is None or said != shape or type(pieces) is not list:
-            raise _not_joined(
-                rules,
-                name,
-                f"an affine_map with a logical_shape and, for rank {rank}, pieces of the shape {list(shape)}",
-                "none of this rank" if said is None else f"a shard_shape of {list(said)}",
-            )
+            expected = f"an affine_map with a logical_shape and, for rank {rank}, pieces of the shape {list(shape)}"
+            got = "none of this rank" if said is None else f"a shard_shape of {list(said)}"
+            raise _not_joined(rules, name, expected, got)
         parts += [_mapped_part(rules, name, piece, rank, whole, shape) for piece in pieces]
     return _SliceLayout(whole or (), parts)
 
@@ -190,38 +187,26 @@ def _mapped_part(rules: SliceRules, name: str, piece: Value, rank: int, whole: _
     if entry_of(piece, "scale") in (None, 1) and size is not None and source is not None and target is not None:
         row = math.prod(shape[1:])
         start, left = [], source[0]
-        for step in _row_major(whole):
+        for step in row_major_strides(whole):
             start.append(left // step)
             left %= step
         stop = tuple(map(sum, zip(start, size)))
-        is_box = (
-            len(size) == len(whole) == len(shape)
-            and all(end <= length for end, length in zip(stop, whole))
-            and left == 0
-        )
-        is_row_major = source[1] == _row_major(whole) and target[1] == _row_major(shape)
+        is_box = left == 0 and len(size) == len(whole) == len(shape) and all(map(le, stop, whole))
+        is_row_major = source[1] == row_major_strides(whole) and target[1] == row_major_strides(shape)
         in_rows = size[1:] == shape[1:] and target[0] % max(row, 1) == 0
         first_row = target[0] // max(row, 1)
         if is_box and is_row_major and in_rows and (not size or first_row + size[0] <= shape[0]):
             return _SlicePart(rank, first_row, Box(tuple(start), stop))
-    raise _not_joined(
-        rules,
-        name,
-        "an affine_map whose pieces are boxes of the whole, whole rows of slices, unscaled",
-        f"a piece of rank {rank} that is not",
-    )
+    expected = "an affine_map whose pieces are boxes of the whole, whole rows of slices, unscaled"
+    raise _not_joined(rules, name, expected, f"a piece of rank {rank} that is not")
 
 
 def _without_padding(rules: SliceRules, name: str, layout: _SliceLayout) -> _SliceLayout:
     """Return a layout without the rows that only fill up a vocabulary."""
     rows = rules.vocabulary
     if rows is None or len(layout.shape) < 2:
-        raise _not_joined(
-            rules,
-            name,
-            f"original_vocab_size, and a tensor of 2 dimensions ({VOCABULARY})",
-            f"shape {list(layout.shape)}",
-        )
+        expected = f"original_vocab_size, and a tensor of 2 dimensions ({VOCABULARY})"
+        raise _not_joined(rules, name, expected, f"shape {list(layout.shape)}")
     parts = [
         part._replace(box=Box(part.box.start, (min(rows, part.box.stop[0]), *part.box.stop[1:])))
         for part in layout.parts
@@ -263,22 +248,7 @@ def _rows(slice_: TensorPieces, place: Location, part: _SlicePart) -> Location:
     """Return where the rows of a slice are that are a part of the whole."""
     if not slice_.shape or part.box.shape[:1] == slice_.shape[:1]:
         return place
-    row_bytes = slice_.dtype.itemsize_bytes * math.prod(slice_.shape[1:])
-    if isinstance(place, StridedView):
-        return place._replace(offset_bytes=place.offset_bytes + part.first_row * place.strides_bytes[0])
-    assert isinstance(place, ByteRanges)
-    first = part.first_row * row_bytes
-    return place._replace(ranges=tuple(_cut(place.ranges, first, first + part.box.shape[0] * row_bytes)))
-
-
-def _cut(ranges: Sequence[ByteRange], first: int, end: int) -> Iterator[ByteRange]:
-    """Yield the bytes from number `first` to `end` of a stream of byte ranges."""
-    start = 0
-    for run in ranges:
-        low, high = max(first, start), min(end, start + run.length_bytes)
-        if low < high:
-            yield ByteRange(run.path, run.offset_bytes + low - start, high - low)
-        start += run.length_bytes
+    return HeldTensor(slice_.dtype, slice_.shape, place).rows(part.first_row, part.box.shape[0])
 
 
 def joined(trainings: Sequence[DeepSpeedTraining], rules: SliceRules) -> DeepSpeedTraining:
@@ -370,11 +340,6 @@ def _strided(value: Value) -> tuple[int, tuple[int, ...]] | None:
         return None
     strides = numbers_of(value[1])
     return None if strides is None else (value[0], strides)
-
-
-def _row_major(shape: _Shape) -> tuple[int, ...]:
-    """Return the strides of a row-major tensor, in elements."""
-    return tuple(accumulate((1, *reversed([max(size, 1) for size in shape[1:]])), mul))[::-1] if shape else ()
 
 
 def _shown(shapes: Sequence[_Shape]) -> str:

@@ -15,21 +15,25 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.deepspeed.flat_groups import type_in
-from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
-from reshard_mpi.formats.nest.nodes import ORDERED_DICT, Call, Dict, Global, NestError, NestTensor, Value, entry_of
-from reshard_mpi.formats.protocol import Packed
-from reshard_mpi.formats.tensor_table import TensorType
+from reshard_mpi.formats.nest.nodes import (
+    ORDERED_DICT,
+    Call,
+    Dict,
+    Global,
+    NestError,
+    NestTensor,
+    Value,
+    entry_of,
+    is_nest_tensor,
+)
+from reshard_mpi.formats.protocol import OwnTypes, Packed, TensorTypes
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _GROUPS, _STATE, _PARAMETERS = "param_groups", "state", "params"
 # What DeepSpeed begins with in fp16, by the names in its settings (runtime/fp16 and precision_config.py).
 _BEGIN = {"initial_scale_power": 16, "loss_scale_window": 1000, "min_loss_scale": 1, "hysteresis": 2}
 _FACTOR = 2.0
-
-
-def is_nest_tensor(value: Value) -> bool:
-    return type(value) is NestTensor
 
 
 class _GroupedOptimizer(NamedTuple):
@@ -50,7 +54,7 @@ class EngineNest(NamedTuple):
     """
 
     root: Value
-    tensors: Mapping[str, TensorType]
+    tensors: TensorTypes
     sources: Mapping[str, str] = {}
     equal: tuple[tuple[str, ...], ...] = ()
     untrained: tuple[str, ...] = ()
@@ -70,13 +74,13 @@ class EngineNest(NamedTuple):
             compared=[[same.in_source(own) for same in file] for file in packed.compared],
         )
 
-    def of_engine(self, own_types: Mapping[str, DType]) -> Mapping[str, DType]:
+    def of_engine(self, own_types: OwnTypes) -> OwnTypes:
         """Return types of the source's tensors as types of these."""
         own = self.sources.items()
         return {name: own_types[source] for name, source in own if source in own_types} if own else own_types
 
 
-def nest_of(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> EngineNest:
+def nest_of(tensors: TensorTypes, strings: Mapping[str, str]) -> EngineNest:
     """Return the nest that tensors lie in. Raises TargetError if it does not fit them."""
     try:
         root = rebuild_tree.rebuild({name: NestTensor(name) for name in tensors}, strings)
@@ -149,9 +153,7 @@ def _lift_numbers(entries: dict[Value, Value]) -> None:
     if type(model) is not Dict or entries.get("ds_version") is not None:
         return
     single = {key: value for key, value in model.pairs() if type(value) in (int, float, bool, str)}
-    moved = {
-        key: value for key, value in single.items() if not str(key).endswith("_extra_state") and key not in entries
-    }
+    moved = {key: own for key, own in single.items() if not str(key).endswith("_extra_state") and key not in entries}
     if moved:
         entries |= {_MODEL: Dict.of({key: value for key, value in model.pairs() if key not in moved}.items()), **moved}
 

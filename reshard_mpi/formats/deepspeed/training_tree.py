@@ -13,11 +13,11 @@ from reshard_mpi.formats.deepspeed.flat_groups import type_in
 from reshard_mpi.formats.deepspeed.layout import FlatGroupLayout
 from reshard_mpi.formats.deepspeed.parameters import TIED, TrainedParameter
 from reshard_mpi.formats.deepspeed.rank_files import ModelStates
-from reshard_mpi.formats.deepspeed.torch_forms import is_engines, is_nest_tensor, loss_scaler
+from reshard_mpi.formats.deepspeed.torch_forms import is_engines, loss_scaler
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import NEST, Manifest
 from reshard_mpi.formats.nest import flatten_tree
-from reshard_mpi.formats.nest.nodes import Dict, NestError, NestTensor, Value, entry_of
+from reshard_mpi.formats.nest.nodes import Dict, NestError, NestTensor, Value, entry_of, is_nest_tensor
 from reshard_mpi.formats.torch.file_content import HeldTensor, TensorPieces, held, listed
 from reshard_mpi.formats.torch.tensors import StoredTensor
 from reshard_mpi.text import shortened
@@ -190,11 +190,8 @@ def _optimizer(training: DeepSpeedTraining, weights: Mapping[str, Value]) -> Dic
     numbered = sorted({parameter.group for parameter in training.trained.values()})
     for settings in training.settings or [Dict(["params", [number]]) for number in numbered]:
         numbers = settings.get("params")
-        names = [
-            name
-            for name, parameter in training.trained.items()
-            if type(numbers) is not list or parameter.group in numbers
-        ]
+        has_all = type(numbers) is not list
+        names = [name for name, parameter in training.trained.items() if has_all or parameter.group in numbers]
         groups.append(Dict([*settings.without("params").flat, "params", names]))
     return Dict(["state", state, "param_groups", groups])
 
@@ -361,9 +358,7 @@ def config_for(config: Value, stage: int, ranks: int, dtype: str) -> Dict:
     if not known and dtype in ("bfloat16", "float16"):
         known["bf16" if dtype == "bfloat16" else "fp16"] = Dict(["enabled", True])
     zero = known.get("zero_optimization")
-    of_zero = dict(zero.pairs()) if type(zero) is Dict else {}
-    of_zero["stage"] = stage
-    known["zero_optimization"] = Dict.of(of_zero.items())
+    known["zero_optimization"] = (zero if type(zero) is Dict else Dict()).with_value("stage", stage)
     size, steps = known.get("train_micro_batch_size_per_gpu"), known.get("gradient_accumulation_steps")
     if type(known.get("train_batch_size")) is int and type(size) is int and type(steps) is int:
         known["train_batch_size"] = size * steps * ranks

@@ -12,13 +12,11 @@ from typing import NamedTuple
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.deepspeed.layout import STATE, WEIGHTS, ZeroLayout, vectors_of, whole_part
 from reshard_mpi.formats.deepspeed.model_parts import second_names
-from reshard_mpi.formats.deepspeed.torch_forms import is_nest_tensor, nest_of
+from reshard_mpi.formats.deepspeed.torch_forms import nest_of
 from reshard_mpi.formats.deepspeed.training_tree import CLIENT_STATE, KEPT
-from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.nest import flatten_tree
-from reshard_mpi.formats.nest.nodes import MODEL, Dict, NestTensor, Value, entry_of
-from reshard_mpi.formats.protocol import Packed, Part, SameParts
-from reshard_mpi.formats.tensor_table import TensorType
+from reshard_mpi.formats.nest.nodes import MODEL, Dict, NestTensor, Value, entry_of, is_nest_tensor
+from reshard_mpi.formats.protocol import OwnTypes, Packed, Part, SameParts, TensorTypes
 from reshard_mpi.sharding.box import Box
 
 _FULL = "float32"
@@ -32,7 +30,7 @@ class WeightOrigin(NamedTuple):
 
 
 def weights_made_of(
-    tensors: Mapping[str, TensorType], shared: Sequence[tuple[str, str]], own_types: Mapping[str, DType]
+    tensors: TensorTypes, shared: Sequence[tuple[str, str]], own_types: OwnTypes
 ) -> dict[str, WeightOrigin]:
     """Return the origin of those tensors of the model that are made of other tensors, by name.
 
@@ -49,9 +47,7 @@ def weights_made_of(
     return origins
 
 
-def compared_parts(
-    layout: ZeroLayout, tensors: Mapping[str, TensorType], own_types: Mapping[str, DType]
-) -> list[list[SameParts]]:
+def compared_parts(layout: ZeroLayout, tensors: TensorTypes, own_types: OwnTypes) -> list[list[SameParts]]:
     """Return, for each file, what must be the same before it is written.
 
     Raises TargetError for second names of tensors of another type or shape.
@@ -62,9 +58,7 @@ def compared_parts(
     return files
 
 
-def _of_copies(
-    layout: ZeroLayout, file: int, tensors: Mapping[str, TensorType], own_types: Mapping[str, DType]
-) -> Iterator[SameParts]:
+def _of_copies(layout: ZeroLayout, file: int, tensors: TensorTypes, own_types: OwnTypes) -> Iterator[SameParts]:
     """Yield the parts of weights whose copies are in the vectors of a file, each with the copy rounded."""
     groups = layout.groups[file // layout.ranks]
     name_of = {own.weights: own.name for group in groups for own in group.parameters if own.weights != MODEL + own.name}
@@ -74,18 +68,10 @@ def _of_copies(
                 continue
             name = name_of[part.source]
             dtype = own_types.get(MODEL + name, tensors[MODEL + name].dtype).name
-            yield SameParts(
-                part._replace(source=MODEL + name, dtype=dtype),
-                part._replace(dtype=dtype),
-                f"the weights of {name!r} are not what DeepSpeed would make of their copy in float32",
-                f"leave the copy out (--exclude '{part.source}', or '*.{WEIGHTS}' for all) to go on from these weights,"
-                " or change both in the source",
-            )
+            yield SameParts.of_copy(part, MODEL + name, dtype, "DeepSpeed", name)
 
 
-def _of_second_names(
-    layout: ZeroLayout, tensors: Mapping[str, TensorType], own_types: Mapping[str, DType]
-) -> Iterator[SameParts]:
+def _of_second_names(layout: ZeroLayout, tensors: TensorTypes, own_types: OwnTypes) -> Iterator[SameParts]:
     """Yield tensors under their second names, each with the same one under its first name."""
     for name, other in layout.shared:
         first, second = (
@@ -102,9 +88,7 @@ def _of_second_names(
         yield SameParts(part, part._replace(source=MODEL + other), problem, remedy)
 
 
-def as_read(
-    tensors: Mapping[str, TensorType], strings: Mapping[str, str], own_types: Mapping[str, DType]
-) -> Packed | None:
+def as_read(tensors: TensorTypes, strings: Mapping[str, str], own_types: OwnTypes) -> Packed | None:
     """Return the whole tensors that files are read as, as `PackingFormat.as_read` says.
 
     Weights of a 16-bit model that have no copy in float32 get one, which is made of them; one of a model in float32 is
@@ -131,7 +115,7 @@ def as_read(
     return nest.in_source(Packed("", [parts], {}, left_out=tuple(name for name in tensors if name not in taken)))
 
 
-def _optimizer(optimizer: Dict, root: Dict, tensors: Mapping[str, TensorType]) -> Dict:
+def _optimizer(optimizer: Dict, root: Dict, tensors: TensorTypes) -> Dict:
     """Return the optimizer with a copy in float32 of each parameter of another type that it trains, and of no other."""
     weights, groups, states = root.get("model"), optimizer.get("param_groups"), optimizer.get("state")
     by_name = dict(states.pairs()) if type(states) is Dict else {}

@@ -101,9 +101,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
 
 def _placed(spec: ShardSpec, file: _WrittenFile, starts: Sequence[int], path: str) -> TensorTable:
     """Return where the parts of a file lie."""
-    place = {
-        name: start + offset for storage, start in zip(file.storages, starts) for name, offset in storage.parts.items()
-    }
+    place = {name: start + offset for own, start in zip(file.storages, starts) for name, offset in own.parts.items()}
     tensors, specs = TensorTable(path), spec.specs
     for name, number in zip(specs.names, specs.kind_ids):
         dtype, shape, *_ = specs.kinds[number]
@@ -150,7 +148,7 @@ class _StoragesInFile:
 
     def __init__(self, kinds: Mapping[str, TensorType]) -> None:
         self.made: list[_WrittenStorage] = []
-        self._kinds = kinds
+        self.kinds = kinds
 
     def vector(self, vector: Vector, dtype: DType) -> WrittenTensor:
         """Return a tensor of one dimension in a storage of its own."""
@@ -160,8 +158,7 @@ class _StoragesInFile:
 
     def whole(self, name: str) -> WrittenTensor:
         """Return a part of the file as a tensor in a storage of its own."""
-        kind = self._kinds[name].unplaced
-        return self._tensor(kind, {name: 0})
+        return self._tensor(self.kinds[name].unplaced, {name: 0})
 
     def empty(self, dtype: DType) -> WrittenTensor:
         """Return a tensor without elements, as parameters of stage 3 are in the files of weights."""
@@ -195,7 +192,7 @@ def _written(spec: ShardSpec, path: str) -> _WrittenFile:
         leaves = {name.removesuffix(suffix): storages.whole(name) for name in of_settings}
         root = _optimizer_states(layout, number, _values(layout.optimizer, leaves, path), storages)
     elif of_weights < layout.model_files:
-        root = _model_states(layout, number, kinds, storages, path)
+        root = _model_states(layout, number, storages, path)
     else:
         root = _part_of_model(layout, number, storages, path)
     return _WrittenFile(root, storages.made)
@@ -239,11 +236,8 @@ def _optimizer_states(layout: ZeroLayout, file: int, settings: Dict, storages: _
     base = Dict(["state", state, "param_groups", groups])
     rest = dict(settings.get("rest").pairs())
     scaler = _scaler(settings.get("scaler"))
-    common = [
-        *("loss_scaler", scaler),
-        *("dynamic_loss_scale", scaler.function.name == _DYNAMIC),
-        *("overflow", rest.get("overflow", False)),
-    ]
+    common = ["loss_scaler", scaler, "dynamic_loss_scale", scaler.function.name == _DYNAMIC]
+    common += ["overflow", rest.get("overflow", False)]
     stage: list[Value] = ["zero_stage", Call(_STAGE, (layout.stage,))]
     version = _release(settings.get("ds_version"))
     clip = ["clip_grad", rest["clip_grad"]] if "clip_grad" in rest else []
@@ -261,13 +255,11 @@ def _optimizer_states(layout: ZeroLayout, file: int, settings: Dict, storages: _
 
 def _addresses(group: FlatGroupLayout, own: RankVectors) -> Call:
     """Return where the parameters of a group lie in the partition of a rank."""
-    mapping = Call(ORDERED_DICT, ())
-    mapping.flat = []
+    addresses: dict[str, Value] = {}
     for number, start, length in own.slices:
-        address = Call(_ADDRESS, (), is_new=True)
+        addresses[group.parameters[number].name] = address = Call(_ADDRESS, (), is_new=True)
         address.state = Dict(["numel", length, "start", start])
-        mapping.flat += [group.parameters[number].name, address]
-    return mapping
+    return _ordered(addresses)
 
 
 def _release(version: Value) -> str:
@@ -300,17 +292,11 @@ def _scaler(value: Value) -> Call:
     return scaler
 
 
-def _model_states(
-    layout: ZeroLayout,
-    number: int,
-    kinds: Mapping[str, TensorType],
-    storages: _StoragesInFile,
-    path: str,
-) -> Dict:
+def _model_states(layout: ZeroLayout, number: int, storages: _StoragesInFile, path: str) -> Dict:
     """Return the object of a file of weights and settings."""
     rank, suffix = number - layout.optimizer_files, whole_part("", (), number).name
     model_rank = 0 if layout.is_sliced else rank
-    tensors = {name.removesuffix(suffix): storages.whole(name) for name in kinds if name.endswith(suffix)}
+    tensors = {name.removesuffix(suffix): storages.whole(name) for name in storages.kinds if name.endswith(suffix)}
     of_values = {name: tensor for name, tensor in tensors.items() if not name.startswith(MODEL)}
     values = dict(_values(layout.model, of_values, path).pairs())
     dtypes = {own.name: own.dtype for own in layout.frozen}

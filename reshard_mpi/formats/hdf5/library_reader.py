@@ -17,7 +17,6 @@ from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import datasets, native_shard, types
-from reshard_mpi.formats.hdf5.datasets import shape_of
 from reshard_mpi.formats.hdf5.native_shard import GroupPath
 from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity
@@ -49,12 +48,6 @@ class Node(NamedTuple):
     address: int
 
 
-def root(file: Any) -> Node:
-    """Return the root group of an open file."""
-    handle = h5g.open(file, b"/")
-    return Node((), (), handle, h5o.get_info(handle).addr)
-
-
 class Walk:
     """A walk through the file `path`; it counts its steps, so that no file can make it endless.
 
@@ -63,9 +56,10 @@ class Walk:
         on_progress: called for every link.
     """
 
-    def __init__(self, path: str, top: Node, on_progress: Callable[[], None]) -> None:
-        self._path = path
-        self.top = top
+    def __init__(self, path: str, on_progress: Callable[[], None]) -> None:
+        handle = h5g.open(datasets.open_file(path), b"/")
+        self.path = path
+        self.top = Node((), (), handle, h5o.get_info(handle).addr)
         self._on_progress = on_progress
         self._met = 0
         self._seen: set[int] = set()
@@ -176,7 +170,7 @@ class Walk:
     def _error(self, problem: str, path: GroupPath) -> ShardError:
         return ShardError(
             problem,
-            where=native_shard.where(self._path, path),
+            where=native_shard.where(self.path, path),
             remedy="copy what is needed into one plain file (h5repack, h5copy)",
         )
 
@@ -189,11 +183,12 @@ class Description(NamedTuple):
     strings: dict[str, str]
 
 
-def is_native(root: Node, path: str) -> bool:
+def is_native(walk: Walk) -> bool:
     """Tell whether a file is a native shard. Raises ShardError if it is one of an unknown version."""
-    if types.read_text(root.handle, "format") != native_shard.FORMAT:
+    top, path = walk.top.handle, walk.path
+    if types.read_text(top, "format") != native_shard.FORMAT:
         return False
-    version = types.read_number(root.handle, "version", path)
+    version = types.read_number(top, "version", path)
     if version < native_shard.VERSION:
         raise ShardError(
             "a native HDF5 shard is of an earlier form, which is no longer read",
@@ -213,9 +208,9 @@ def is_native(root: Node, path: str) -> bool:
     return True
 
 
-def describe(walk: Walk, path: str) -> Description:
+def describe(walk: Walk) -> Description:
     """Return the description of a native shard. Raises ShardError if any of it is missing or damaged."""
-    reserved = walk.child(walk.top, native_shard.RESERVED)
+    path, reserved = walk.path, walk.child(walk.top, native_shard.RESERVED)
     strategy = _read_bytes(walk.child(reserved, native_shard.STRATEGY), path).decode()
     names, strings = native_shard.contents(_read_bytes(walk.child(reserved, native_shard.CONTENTS), path))
     if not all(0 < len(name.encode()) <= structure.MAX_NAME_BYTES for name in names):
@@ -234,8 +229,7 @@ def describe(walk: Walk, path: str) -> Description:
 
 def _read_bytes(node: Node, path: str) -> bytes:
     where = native_shard.where(path, node.path)
-    _require_dataset(node, where)
-    shape = shape_of(node.handle, node.handle.get_create_plist(), where)
+    shape = _shape(node, where)
     stored = types.recognise(node.handle.get_type())
     if len(shape) != 1 or stored is None or stored.name != "uint8" or shape[0] > structure.MAX_TEXT_BYTES:
         raise ShardError(
@@ -250,9 +244,11 @@ def _read_bytes(node: Node, path: str) -> bytes:
     return content.tobytes()
 
 
-def _require_dataset(node: Node, where: str) -> None:
+def _shape(node: Node, where: str) -> tuple[int, ...]:
+    """Return the shape of a dataset. Raises ShardError if the object is none."""
     if not isinstance(node.handle, h5d.DatasetID):
         raise ShardError("an object of a native HDF5 shard is no dataset", where=where)
+    return datasets.shape_of(node.handle, node.handle.get_create_plist(), where)
 
 
 def locate(path: str, on_progress: Callable[[], None] = lambda: None) -> Manifest:
@@ -265,22 +261,20 @@ def locate(path: str, on_progress: Callable[[], None] = lambda: None) -> Manifes
     no tensor has.
     """
     with structure.opened(path) as file, datasets.failures_named(path):
-        root_group = root(datasets.open_file(path))
-        walk = Walk(path, root_group, on_progress)
-        return (_native if is_native(root_group, path) else _foreign)(file, walk)
+        walk = Walk(path, on_progress)
+        return (_native if is_native(walk) else _foreign)(file, walk)
 
 
 def stored_sums(path: str, on_progress: Callable[[], None] = lambda: None) -> dict[str, int]:
     """Return the sums of the tensors of the shard at `path`; none if it keeps none. Raises ShardError."""
     with structure.opened(path), datasets.failures_named(path):
-        root_group = root(datasets.open_file(path))
-        if not is_native(root_group, path):
+        walk = Walk(path, on_progress)
+        if not is_native(walk):
             return {}
-        walk = Walk(path, root_group, on_progress)
-        reserved = walk.child(root_group, native_shard.RESERVED)
+        reserved = walk.child(walk.top, native_shard.RESERVED)
         if not reserved.handle.links.exists(native_shard.SUMS.encode()):
             return {}
-        names = describe(walk, path).names
+        names = describe(walk).names
         node = walk.child(reserved, native_shard.SUMS)
         properties = node.handle.get_create_plist()
         shape = datasets.shape_of(node.handle, properties, path)
@@ -299,8 +293,8 @@ def stored_sums(path: str, on_progress: Callable[[], None] = lambda: None) -> di
 
 def _native(file: SourceFile, walk: Walk) -> Manifest:
     path = file.path
-    description = describe(walk, path)
-    rows = _rows(walk, path, description.names)
+    description = describe(walk)
+    rows = _rows(walk, description.names)
     entries: dict[str, TensorEntry] = {}
     spans: list[_DatasetRange] = []
     for name, node in _native_datasets(walk):
@@ -322,13 +316,11 @@ def _native(file: SourceFile, walk: Walk) -> Manifest:
     return Manifest(path, native_shard.NAME, tensors, description.strings, description.identity)
 
 
-def _rows(walk: Walk, path: str, names: Sequence[str]) -> dict[str, types.Row]:
+def _rows(walk: Walk, names: Sequence[str]) -> dict[str, types.Row]:
     """Return the rows of the table of boxes, which are in the order of the list of contents, by name."""
     node = walk.child(walk.child(walk.top, native_shard.RESERVED), native_shard.BOXES)
-    where = native_shard.where(path, node.path)
-    _require_dataset(node, where)
-    shape = datasets.shape_of(node.handle, node.handle.get_create_plist(), where)
-    return dict(zip(names, types.read_table(node.handle, shape, len(names), where)))
+    where = native_shard.where(walk.path, node.path)
+    return dict(zip(names, types.read_table(node.handle, _shape(node, where), len(names), where)))
 
 
 def _not_in_contents(path: str, expected: int, odd: list[str]) -> ShardError:

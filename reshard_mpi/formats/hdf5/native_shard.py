@@ -25,6 +25,7 @@ from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity
+from reshard_mpi.formats.structure import require_own
 from reshard_mpi.formats.tensor_table import TensorTable, TensorType
 from reshard_mpi.sharding.box import Box
 
@@ -216,7 +217,7 @@ class _Index(NamedTuple):
         if crc32(body) != own or body.count(b",") > _MAX_NUMBERS:
             raise ValueError("a damaged index")
         facts = json.loads(body)
-        _require(facts["version"] == VERSION)
+        require_own(facts["version"] == VERSION)
         return cls(file, end, structure_checksum, sums_checksum, body, facts)
 
     def head(self, sums_checksum: int) -> bytes:
@@ -224,17 +225,13 @@ class _Index(NamedTuple):
 
     @property
     def places(self) -> TextPlaces:
-        sums = self.facts["sums"]
-        return TextPlaces(
-            self._place(self.facts["strategy"]),
-            self._place(self.facts["contents"]),
-            self._place(sums) if sums is not None else None,
-        )
+        strategy, contents, sums = (self.facts[name] for name in TextPlaces._fields)
+        return TextPlaces(self._place(strategy), self._place(contents), None if sums is None else self._place(sums))
 
     def _place(self, place: Sequence[int]) -> FileRange:
         offset_bytes, size_bytes = place
-        _require(_whole(offset_bytes) >= 0 and 0 <= _whole(size_bytes) <= structure.MAX_TEXT_BYTES)
-        _require(offset_bytes + size_bytes <= self.end)
+        require_own(_whole(offset_bytes) >= 0 and 0 <= _whole(size_bytes) <= structure.MAX_TEXT_BYTES)
+        require_own(offset_bytes + size_bytes <= self.end)
         return offset_bytes, size_bytes
 
     def manifest(self) -> Manifest:
@@ -242,11 +239,11 @@ class _Index(NamedTuple):
         self.file.will_read([(start, start + length) for start, length in (places.strategy, places.contents)])
         names = self._contents()
         rank, world_size = (_whole(self.facts[name]) for name in ("rank", "world_size"))
-        _require(0 <= rank < world_size <= _LONGEST)
+        require_own(0 <= rank < world_size <= _LONGEST)
         strategy = self.file.read_exactly(*places.strategy).decode()
         tensors = self._tensors(names[0])
         own = [*_structure(_payloads(tensors), places.sums, self.end)]
-        _require(_checksum(self.file, own) == self.structure_checksum)
+        require_own(_checksum(self.file, own) == self.structure_checksum)
         return Manifest(self.file.path, NAME, tensors, names[1], ShardIdentity(rank, world_size, strategy))
 
     def sums(self) -> dict[str, int]:
@@ -254,7 +251,7 @@ class _Index(NamedTuple):
         if place is None:
             return {}
         content, (names, _) = self.file.read_exactly(*place), self._contents()
-        _require(crc32(content) == self.sums_checksum and len(content) == _SUM.size * len(names))
+        require_own(crc32(content) == self.sums_checksum and len(content) == _SUM.size * len(names))
         return {name: number for name, (number,) in zip(names, _SUM.iter_unpack(content))}
 
     def _contents(self) -> tuple[list[str], dict[str, str]]:
@@ -263,11 +260,11 @@ class _Index(NamedTuple):
     def _tensors(self, names: Sequence[str]) -> TensorTable:
         kinds, numbers = [_kind(*way) for way in self.facts["ways"]], self.facts["tensors"]
         sizes, tensors = [kind.size_bytes for kind in kinds], TensorTable(self.file.path)
-        _require(isinstance(numbers, list) and len(numbers) == 2 * len(names) and len(names) <= structure.MAX_TENSORS)
+        require_own(isinstance(numbers, list) and len(numbers) == 2 * len(names) <= 2 * structure.MAX_TENSORS)
         own: dict[int, int] = {}
         for name, way, start in zip(names, numbers[::2], numbers[1::2]):
-            _require(0 < len(name.encode()) <= structure.MAX_NAME_BYTES and _whole(way) >= 0 and name not in tensors)
-            _require(_whole(start) >= 0 and start + sizes[way] <= self.end)
+            require_own(0 < len(name.encode()) <= structure.MAX_NAME_BYTES and _whole(way) >= 0 and name not in tensors)
+            require_own(_whole(start) >= 0 and start + sizes[way] <= self.end)
             kind = own.get(way)
             if kind is None:
                 kind = own[way] = tensors.kind(kinds[way])
@@ -276,9 +273,9 @@ class _Index(NamedTuple):
 
 
 def _kind(name: str, shape: list[int], start: list[int], global_shape: list[int]) -> TensorType:
-    _require(len(shape) == len(start) == len(global_shape) <= structure.MAX_DIMENSIONS)
+    require_own(len(shape) == len(start) == len(global_shape) <= structure.MAX_DIMENSIONS)
     for length, low, whole in zip(shape, start, global_shape):
-        _require(_whole(length) >= 0 and _whole(low) >= 0 and low + length <= _whole(whole) <= _LONGEST)
+        require_own(_whole(length) >= 0 and _whole(low) >= 0 and low + length <= _whole(whole) <= _LONGEST)
     return TensorType(BY_NAME[name], tuple(shape), Box.at(start, shape), tuple(global_shape))
 
 
@@ -292,7 +289,7 @@ def _structure(payloads: Iterable[FileRange], sums: FileRange | None, end: int) 
     last = 0
     for offset_bytes, size_bytes in sorted((*payloads, *([sums] if sums else []), (end, 0))):
         if size_bytes or offset_bytes == end:
-            _require(last <= offset_bytes)
+            require_own(last <= offset_bytes)
             if last < offset_bytes:
                 yield last, offset_bytes
             last = offset_bytes + size_bytes
@@ -308,10 +305,5 @@ def _checksum(file: SourceFile, spans: Sequence[FileRange]) -> int:
 
 def _whole(value: object) -> int:
     """Return `value`, a number of JSON. Raises ValueError if it is not a whole number."""
-    _require(type(value) is int)
+    require_own(type(value) is int)
     return value  # type: ignore[return-value]
-
-
-def _require(is_valid: bool) -> None:
-    if not is_valid:
-        raise ValueError("not what this program has written")

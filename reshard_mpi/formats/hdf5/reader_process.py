@@ -147,14 +147,6 @@ class _Process:
         return bool(poll.poll(seconds * 1000))
 
 
-class _EndedError(Exception):
-    """The process ended before it answered."""
-
-    def __init__(self, exit_code: int | None) -> None:
-        super().__init__(exit_code)
-        self.exit_code = exit_code
-
-
 class _Keeper:
     """Keeps the process that has the library, for all threads in turn."""
 
@@ -167,11 +159,11 @@ class _Keeper:
         with self._lock:
             answered = False
             try:
-                answer = self._answer(request, payload)
+                answer = self._answer(request, where, payload)
                 answered = True
                 return answer
-            except _EndedError as error:
-                raise _failed(where, _cause(error.exit_code)) from None
+            except ShardError:  # the process has ended
+                raise
             except TimeoutError:
                 raise _failed(where, f"no answer in {_PATIENCE_SECONDS:.0f} seconds") from None
             except ValueError as error:
@@ -180,7 +172,7 @@ class _Keeper:
                 if not answered:  # after an interrupt, too: the next request must not get the answer to this one
                     self._end()
 
-    def _answer(self, request: list[Any], payload: memoryview | None) -> tuple[str, Any]:
+    def _answer(self, request: list[Any], where: str, payload: memoryview | None) -> tuple[str, Any]:
         for attempt in range(2):
             if self._process is not None and not self._process.is_there:
                 self._end()
@@ -191,7 +183,7 @@ class _Keeper:
             except EOFError:
                 exit_code = self._end()
                 if exit_code or attempt:
-                    raise _EndedError(exit_code) from None
+                    raise _failed(where, _cause(exit_code)) from None
                 # It had just ended by itself, as it does when it is not needed, or cannot open another file.
         raise AssertionError("the second attempt has ended")
 
@@ -201,14 +193,8 @@ class _Keeper:
 
 
 _keeper = _Keeper()
-
-
-def _start_anew() -> None:
-    """In a fork: the process belongs to the parent, and a thread that held the lock is not here."""
-    _keeper.__init__()  # type: ignore[misc]
-
-
-os.register_at_fork(after_in_child=_start_anew)
+# In a fork the process belongs to the parent, and a thread that held the lock is not there.
+os.register_at_fork(after_in_child=_keeper.__init__)  # type: ignore[misc]
 
 
 def _ask(request: list[Any], where: str, payload: memoryview | None) -> Any:
@@ -289,14 +275,9 @@ def to_manifest(path: str, size_bytes: int, values: list[Any]) -> Manifest:
     bytes.
     """
     tensors, strings, identity = values
-    entries = (_to_entry(path, size_bytes, *tensor) for tensor in tensors)
-    return Manifest(
-        path,
-        native_shard.NAME,
-        TensorTable(path, entries),
-        strings,
-        ShardIdentity(*identity) if identity else None,
-    )
+    entries = (_to_entry(path, size_bytes, tensor) for tensor in tensors)
+    own = ShardIdentity(*identity) if identity else None
+    return Manifest(path, native_shard.NAME, TensorTable(path, entries), strings, own)
 
 
 def _from_entry(entry: TensorEntry) -> list[Any]:
@@ -313,26 +294,11 @@ def _from_entry(entry: TensorEntry) -> list[Any]:
     return [entry.name, entry.dtype.name, entry.shape, source, start, entry.global_shape]
 
 
-def _to_entry(
-    path: str,
-    size_bytes: int,
-    name: str,
-    dtype_name: str,
-    shape: list[int],
-    source: list[Any],
-    start: list[int] | None,
-    global_shape: list[int] | None,
-) -> TensorEntry:
+def _to_entry(path: str, size_bytes: int, values: list[Any]) -> TensorEntry:
+    name, dtype_name, shape, source, start, global_shape = values
     dtype = BY_NAME[dtype_name]
-    box = None if start is None else Box.at(start, shape)
-    return TensorEntry(
-        name,
-        dtype,
-        tuple(shape),
-        _to_source(path, size_bytes, dtype_name, source),
-        box,
-        tuple(global_shape) if global_shape is not None else None,
-    )
+    box, whole = None if start is None else Box.at(start, shape), None if global_shape is None else tuple(global_shape)
+    return TensorEntry(name, dtype, tuple(shape), _to_source(path, size_bytes, dtype_name, source), box, whole)
 
 
 def _to_source(path: str, size_bytes: int, dtype_name: str, source: list[Any]) -> ByteRanges | LibraryRead:

@@ -232,11 +232,8 @@ def located(row: Row, stored: Stored, shape: tuple[int, ...], where: str) -> tup
             where=where,
         )
     padding = (*global_shape[len(shape) :], *offset[len(shape) :])
-    if (
-        len(shape) > len(offset)
-        or any(padding)
-        or any(low < 0 or low + length > whole for low, length, whole in zip(offset, shape, global_shape))
-    ):
+    is_outside = any(low < 0 or low + length > whole for low, length, whole in zip(offset, shape, global_shape))
+    if len(shape) > len(offset) or any(padding) or is_outside:
         raise ShardError(
             "a tensor of a native HDF5 shard does not lie within the whole tensor",
             expected=f"shape {list(shape)} at {offset} within {global_shape}",

@@ -107,9 +107,8 @@ def _write_structure(
     types.write_number(root_group, "world_size", spec.identity.world_size)
     writer = _NativeWriter(root_group)
     writer.group((native_shard.RESERVED, native_shard.ESCAPED))
-    places = native_shard.TextPlaces(
-        writer.text(native_shard.STRATEGY, strategy), writer.text(native_shard.CONTENTS, contents), None
-    )
+    texts = writer.text(native_shard.STRATEGY, strategy), writer.text(native_shard.CONTENTS, contents)
+    places = native_shard.TextPlaces(*texts, None)
     if spec.with_sums:
         sums = writer.dataset((native_shard.RESERVED, native_shard.SUMS), h5t.STD_U32LE, (len(names),))
         places = places._replace(sums=(sums.get_offset() or 0, 4 * len(names)))
@@ -153,10 +152,8 @@ class _NativeWriter:
 
     def dataset(self, route: GroupPath, kind: Any, shape: tuple[int, ...]) -> Any:
         """Create the dataset at `route`."""
-        group = self.group(route[:-1])
-        return h5d.create(
-            group, route[-1].encode(), kind, _space(shape), dcpl=self._dataset_properties, lcpl=self._links
-        )
+        group, name = self.group(route[:-1]), route[-1].encode()
+        return h5d.create(group, name, kind, _space(shape), dcpl=self._dataset_properties, lcpl=self._links)
 
     def text(self, name: str, content: bytes) -> native_shard.FileRange:
         """Create a dataset with the bytes `content` in the reserved group; return its byte range."""

@@ -22,7 +22,7 @@ from reshard_mpi.errors import ShardError, TargetError
 from reshard_mpi.formats import dcp, structure, torch
 from reshard_mpi.formats.dcp import file_layout, seal
 from reshard_mpi.formats.dcp.bulk_metadata import ItemPlace
-from reshard_mpi.formats.dcp.file_layout import TensorLeaf, tensors_in
+from reshard_mpi.formats.dcp.file_layout import tensors_in
 from reshard_mpi.formats.dcp.metadata_writer import CollectedTensor, content_of, contents_of
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardSpec
@@ -34,7 +34,7 @@ from reshard_mpi.formats.megatron.rank_folders import files_of_ranks
 from reshard_mpi.formats.megatron.torch_dist import files_of_torch_dist, is_torch_dist, read_training
 from reshard_mpi.formats.megatron.training_tree import NAME, arranged
 from reshard_mpi.formats.nest import rebuild_tree
-from reshard_mpi.formats.nest.nodes import Dict, NestError, Value
+from reshard_mpi.formats.nest.nodes import Dict, NestError, NestTensor, Value
 from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.tensor_table import TensorType
@@ -148,7 +148,7 @@ def index_contents(files: Sequence[Manifest]) -> Mapping[str, bytes]:
     common = objects_of(own.get("values"), release, _step(own.get("step"), files))
     has_file = release <= _LAST_WITH_COMMON_FILE
     objects: dict[str, Value] = {key: [value] for key, value in own.get("extra").pairs()}
-    objects |= {key: [TensorLeaf(name)] for key, name in own.get("extra_tensors").pairs()}
+    objects |= {key: [NestTensor(name)] for key, name in own.get("extra_tensors").pairs()}
     if not has_file:
         objects[_COMMON_STATE] = [common]
     items = {key: file_layout.of_object(value, contents_of(tensors_in(value), files)) for key, value in objects.items()}
@@ -195,7 +195,7 @@ def _wholes(files: Sequence[Manifest]) -> dict[str, CollectedTensor]:
             chunk, kind = chunk_of(name), tensors.kinds[number]
             if chunk is None:
                 continue
-            whole = wholes.setdefault(chunk.key, CollectedTensor(kind.dtype, chunk.whole))
+            whole = wholes.setdefault(chunk.key, CollectedTensor(kind.dtype, chunk.whole, {}))
             item = file_layout.of_tensor(item_kind(name, kind))
             place = ItemPlace(file_name_here, start - len(item.head), item.length_bytes)
             whole.pieces[chunk.start] = (chunk.start, chunk.shape(kind), place)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from reshard_mpi.errors import TargetError
-from reshard_mpi.formats.megatron.training_tree import kind_of_group, without_members
+from reshard_mpi.formats.megatron.training_tree import kind_of_group
 from reshard_mpi.formats.nest.nodes import BYTES_IO, ORDERED_DICT, PLAIN, Call, Dict, Global, Value, entry_of
 from reshard_mpi.formats.torch.file_content import text_of
 from reshard_mpi.formats.torch.tensors import SIZE
@@ -98,10 +98,7 @@ def common_state(root: Dict, *, has_state: bool, has_shares: bool | None, releas
     values.update((key, value) for key, value in given.items() if key not in values)
     content: dict[Value, Value] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if has_state:
-        content |= {
-            "distrib_optim_sharding_type": _RESHARDABLE,
-            "distrib_optim_fully_reshardable_mem_efficient": False,
-        }
+        content |= {"distrib_optim_sharding_type": _RESHARDABLE, "distrib_optim_fully_reshardable_mem_efficient": False}
     values["content_metadata"] = Dict.of(content.items())
     kept = Converting(release)
     kept.value(Dict.of(values.items()), "")
@@ -216,7 +213,7 @@ def _regrouped(groups: Iterable[Dict], *, has_shares: bool) -> Iterator[Dict]:
     settings: dict[str, str] = {}
     for group in own:
         made = group.with_value(_OF_EXPERTS, False)
-        text = text_of(without_members(made))
+        text = text_of(made.without("params"))
         first = settings.get(kind_of_group(made))
         if first is None:
             settings[kind_of_group(made)] = text
@@ -234,8 +231,7 @@ def _optimizers(groups: Iterable[Dict], scaler: Value) -> Dict:
     """Return the optimizer of a run; the groups of experts are of one of their own, where there are others."""
     parts: dict[bool, list[Value]] = {}
     for group in groups:
-        settings = group.without("params")
-        parts.setdefault(group.get(_OF_EXPERTS) is True, []).append(settings)
+        parts.setdefault(group.get(_OF_EXPERTS) is True, []).append(group.without("params"))
     optimizers = []
     for _, own in sorted(parts.items()) or [(False, list[Value]())]:
         optimizer = Dict(["optimizer", Dict(["param_groups", own])])

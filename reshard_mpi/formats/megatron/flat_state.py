@@ -32,21 +32,21 @@ from reshard_mpi.formats.megatron.parameter_order import (
     TensorSlice,
     placed,
 )
-from reshard_mpi.formats.megatron.training_tree import FP32
-from reshard_mpi.formats.nest.nodes import Dict, Value, entry_of
+from reshard_mpi.formats.megatron.training_tree import FP32, is_of_experts
+from reshard_mpi.formats.nest.nodes import Dict, Value
 from reshard_mpi.formats.torch.file_content import FlatVector, TensorPieces
 from reshard_mpi.formats.torch.tensors import BY_TORCH_NAME
 from reshard_mpi.sharding.box import Box
 
 # A family: its ranks by stage, which part of how many it has of cut tensors, and which experts (None: all).
 _Family = tuple[list[int], int, int, range | None]
+# Objects of the distributed optimizer: by chained optimizer and kind, the values of all model-parallel ranks.
+GroupObjects = Mapping[tuple[int, str], Mapping[int, Value]]
 
 
-def has_expert_groups(objects: Mapping[tuple[int, str], Mapping[int, Value]], chain: int) -> bool:
+def has_expert_groups(objects: GroupObjects, chain: int) -> bool:
     """Tell whether a chained optimizer has groups of experts."""
-    value = next(iter(objects.get((chain, "optimizer"), {}).values()), None)
-    groups = entry_of(value, "param_groups")
-    return any(type(group) is Dict and group.get("is_expert_parallel") is True for group in groups or [])
+    return is_of_experts(next(iter(objects.get((chain, "optimizer"), {}).values()), None))
 
 
 class ModelParallelSizes:
@@ -62,7 +62,7 @@ class ModelParallelSizes:
         args: Mapping[str, Value],
         weights: Mapping[str, Value],
         ranks: Mapping[int, Mapping[int, Sequence[Buffer]]],
-        objects: Mapping[tuple[int, str], Mapping[int, Value]],
+        objects: GroupObjects,
         folder: str,
     ) -> None:
         self._ranks, self._objects, self._folder, self._weights = ranks, objects, folder, weights
@@ -158,12 +158,7 @@ def cells_of(key: str, tensor: TensorPieces) -> Cells:
 
 
 def parameters_of(
-    cells: Mapping[str, Cells],
-    weights: Mapping[str, Value],
-    part: int,
-    parts: int,
-    experts: range | None,
-    folder: str,
+    cells: Mapping[str, Cells], weights: Mapping[str, Value], part: int, parts: int, experts: range | None, folder: str
 ) -> Iterator[Parameter]:
     """Yield the parameters of a tensor-parallel rank: gated ones have two slices, one of each half."""
     for key, of_key in cells.items():
@@ -221,11 +216,8 @@ def unflattened(name: str, tensor: TensorPieces, shape: tuple[int, ...], folder:
     for cell, runs in of_cell.items():
         runs.sort(key=lambda run: run[0].start[-1])
         ends = [0, *(box.stop[-1] for box, _ in runs)]
-        if (
-            [box.start[-1] for box, _ in runs] != ends[:-1]
-            or ends[-1] != row
-            or any(box.size != box.shape[-1] for box, _ in runs)
-        ):
+        starts = [box.start[-1] for box, _ in runs]
+        if [*starts, row] != ends or any(box.size != box.shape[-1] for box, _ in runs):
             raise ShardError(
                 f"the tensor {name!r} of a Megatron checkpoint lacks elements",
                 expected=f"{row} elements of the part at {list(cell)}, each once",
@@ -256,7 +248,7 @@ def _joined(name: str, places: Sequence[Location], folder: str) -> ByteRanges:
 def of_buckets(
     tensors: Mapping[str, TensorPieces],
     weights: Mapping[str, Value],
-    objects: Mapping[tuple[int, str], Mapping[int, Value]],
+    objects: GroupObjects,
     args: Mapping[str, Value],
     reader: ElementReader,
     folder: str,
@@ -297,9 +289,7 @@ def of_buckets(
     return state
 
 
-def _by_rank(
-    tensors: Mapping[str, TensorPieces], objects: Mapping[tuple[int, str], Mapping[int, Value]], folder: str
-) -> dict[int, _Ranks]:
+def _by_rank(tensors: Mapping[str, TensorPieces], objects: GroupObjects, folder: str) -> dict[int, _Ranks]:
     """Return the buffers of all model-parallel ranks, by chained optimizer. Raises ShardError if some are missing."""
     numbered: dict[int, dict[int, dict[int, dict[int, dict[str, TensorPieces]]]]] = {}
     dtypes: dict[tuple[int, int, int], str] = {}
@@ -317,14 +307,12 @@ def _by_rank(
         for group in groups:
             buffers = of_chain[group]
             lengths = objects.get((chain, "per_bucket_numel_unpadded"), {}).get(group)
-            ranks.setdefault(chain, {})[group] = [
-                Buffer(
-                    _weights_type(dtypes[chain, group, number], folder),
-                    _buckets(group, number, buffers[number], folder),
-                )
-                for number in _without_gap(buffers, f"buffers of model-parallel rank {group}", folder)
-            ]
-            own = [[bucket.elements for bucket in buffer.buckets] for buffer in ranks[chain][group]]
+            found: list[Buffer] = []
+            for number in _without_gap(buffers, f"buffers of model-parallel rank {group}", folder):
+                dtype = _weights_type(dtypes[chain, group, number], folder)
+                found.append(Buffer(dtype, _buckets(group, number, buffers[number], folder)))
+            ranks.setdefault(chain, {})[group] = found
+            own = [[bucket.elements for bucket in buffer.buckets] for buffer in found]
             if type(lengths) is list and [*map(_lengths, lengths)] != own:
                 raise ShardError(
                     "the buckets of a Megatron checkpoint are not those that its optimizer lists",

@@ -173,7 +173,8 @@ def stacked(weights: Mapping[str, TensorType], args: Mapping[str, Value]) -> dic
         of_key.setdefault(name, []).append((key, tuple(n for n in (layer, own.expert) if n is not None)))
     for name, members in of_key.items():
         counts = tuple(1 + max(numbers) for numbers in zip(*(place for _, place in members)))
-        if not _are_full(members, counts, weights):
+        are_alike = len({weights[key] for key, _ in members}) == 1
+        if not are_alike or not len({place for _, place in members}) == len(members) == math.prod(counts):
             raise TargetError(
                 f"the weights that are to become {name!r} are not alike",
                 expected=f"tensors of one type and shape, each of {' x '.join(map(str, counts)) or '1'} once",
@@ -269,11 +270,3 @@ def _unlike(numbered: Mapping[str, _NumberedKey], weights: Mapping[str, TensorTy
         is_full = sorted(own_layers) == [*range(len(own_layers))]
         if layers == _ALWAYS_NUMBERED or not is_full or any(each != first for each in own_layers.values()):
             yield layers
-
-
-def _are_full(
-    members: list[tuple[str, tuple[int, ...]]], counts: tuple[int, ...], weights: Mapping[str, TensorType]
-) -> bool:
-    """Tell whether weights are alike, and each place is taken by one."""
-    are_alike = len({weights[key] for key, _ in members}) == 1
-    return len({place for _, place in members}) == len(members) == math.prod(counts) and are_alike

@@ -28,6 +28,7 @@ from reshard_mpi.formats.megatron.training_tree import (
     SavedTraining,
     chained,
     differing,
+    is_of_experts,
     is_of_group,
     kind_of_group,
     merged,
@@ -35,7 +36,6 @@ from reshard_mpi.formats.megatron.training_tree import (
     require_agreement,
     scaler_of,
     with_members,
-    without_members,
 )
 from reshard_mpi.formats.nest.nodes import Dict, Value, entry_of, text_pairs
 from reshard_mpi.formats.torch.file_content import HeldTensor, TensorPieces, held, text_of
@@ -139,7 +139,7 @@ def _optimizer(
     if any(len(own) != len(first) for own in optimizers.values()):
         got = " and ".join(map(str, sorted({len(own) for own in optimizers.values()})))
         raise not_of_one_save("as many optimizers on all ranks", got, folder)
-    of_experts = [_is_of_experts(own) for own in first] if len(first) > 1 else [None] * len(first)
+    of_experts = [is_of_experts(_inner(own)) for own in first] if len(first) > 1 else [None] * len(first)
     has_numbers = any(_inner(own).get("state") is not None for own in first)
     has_vectors = any(rank.vectors is not None for rank in ranks.ranks)
     state = _StateOfRanks()
@@ -159,17 +159,13 @@ def _optimizer(
     groups: list[Dict] = []
     for number in range(len(first)):
         own_groups = merged([_without_members(_inner(own[number])) for own in optimizers.values()], folder)
-        groups += (
-            [with_members(group, [*members.get((number, kind_of_group(group)), ())]) for group in own_groups]
-            if has_numbers
-            else own_groups
-        )
+        if has_numbers:
+            own_groups = [with_members(own, [*members.get((number, kind_of_group(own)), ())]) for own in own_groups]
+        groups += own_groups
     others = {key for own in optimizers.values() for each in own for key, _ in text_pairs(each) if key not in _READ}
-    left_out = [
-        *differing([*others], "of the optimizer, which is not read"),
-        *[f"the optimizer's state: {VECTOR_FILE}, which has it, is in no folder"]
-        * (not has_vectors and not has_numbers),
-    ]
+    left_out = [*differing([*others], "of the optimizer, which is not read")]
+    if not has_vectors and not has_numbers:
+        left_out.append(f"the optimizer's state: {VECTOR_FILE}, which has it, is in no folder")
     scalers = [own.get("grad_scaler") for of_rank in optimizers.values() for own in of_rank]
     scaler = scaler_of([scaler for scaler in scalers if scaler is not None], folder)
     return _JoinedState(state.joined(weights, folder), groups, scaler, tuple(left_out if first else ()))
@@ -177,7 +173,7 @@ def _optimizer(
 
 def _without_members(optimizer: Dict) -> Dict:
     groups = optimizer.get("param_groups")
-    own = [without_members(group) if type(group) is Dict else group for group in groups or []]
+    own = [group.without("params") if type(group) is Dict else group for group in groups or []]
     return Dict(["param_groups", own])
 
 
@@ -190,11 +186,6 @@ def _inner(optimizer: Dict) -> Dict:
     """Return torch's own optimizer, which lies in Megatron's or by itself."""
     inner = optimizer.get("optimizer")
     return inner if type(inner) is Dict else optimizer
-
-
-def _is_of_experts(optimizer: Dict) -> bool:
-    groups = _inner(optimizer).get("param_groups")
-    return any(type(group) is Dict and group.get("is_expert_parallel") is True for group in groups or [])
 
 
 class _StateOfRanks:
@@ -217,8 +208,7 @@ class _StateOfRanks:
             shape = () if is_single else tensor.shape
             boxes = [Box((), ())] if is_single else [box for box, _ in tensor.slices]
             self._types.setdefault(tensor.key, {}).setdefault(kind, (value.dtype, shape))
-            pieces = self._pieces.setdefault(tensor.key, {}).setdefault(kind, [])
-            pieces.extend(in_slices(value, boxes))
+            self._pieces.setdefault(tensor.key, {}).setdefault(kind, []).extend(in_slices(value, boxes))
 
     def joined(self, weights: Mapping[str, TensorPieces], folder: str) -> dict[str, ParameterState]:
         """Return the state of whole parameters. Raises ShardError if a part of one is missing."""
@@ -287,11 +277,8 @@ def numbered_states(
     met = [_Place(0, 0) for _ in groups]
     unmet: list[RankTensor] = []
     for tensor in tensors:
-        fitting = [
-            number
-            for number, (group, place) in enumerate(zip(groups, met))
-            if _is_next(tensor, group, place, numbered, rank, reader)
-        ]
+        places = enumerate(zip(groups, met))
+        fitting = [number for number, place in places if _is_next(tensor, *place, numbered, rank, reader)]
         if len(fitting) > 1:
             usual = [n for n in fitting if is_of_group(groups[n].settings, tensor.key, len(tensor.shape))]
             fitting = usual if len(usual) == 1 else fitting
@@ -303,7 +290,7 @@ def numbered_states(
             raise _undecided(got, rank.path)
         (number,) = fitting
         group, place = groups[number], met[number]
-        own = dict(_state(tensor, numbered.get(group.numbers[place.parameters]), rank))
+        own = dict(_state(numbered.get(group.numbers[place.parameters]), rank))
         if not _is_single(tensor):
             own = {FP32: held(group.mains[place.mains], rank.starts, rank.path), **own}
         met[number] = _Place(place.parameters + 1, place.mains + (not _is_single(tensor)))
@@ -364,7 +351,7 @@ def _tensors(state: Value) -> Iterator[StoredTensor]:
         yield from (value for value in state.flat[1::2] if type(value) is StoredTensor)
 
 
-def _state(tensor: RankTensor, state: Value, rank: RankFiles) -> Iterator[tuple[str, Value]]:
+def _state(state: Value, rank: RankFiles) -> Iterator[tuple[str, Value]]:
     """Yield what an optimizer has of a parameter, by kind."""
     for kind, value in state.pairs() if type(state) is Dict else ():
         yield str(kind), held(value, rank.starts, rank.path) if type(value) is StoredTensor else value

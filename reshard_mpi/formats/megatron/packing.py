@@ -13,7 +13,6 @@ from itertools import product
 from typing import NamedTuple
 
 from reshard_mpi.errors import TargetError
-from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.megatron.common_state import common_state
 from reshard_mpi.formats.megatron.layers import (
@@ -27,8 +26,8 @@ from reshard_mpi.formats.megatron.layers import (
 )
 from reshard_mpi.formats.megatron.training_tree import FP32
 from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
-from reshard_mpi.formats.nest.nodes import MODEL, ORDERED_DICT, Call, Dict, NestError, NestTensor, Value
-from reshard_mpi.formats.protocol import Packed, PackingOptions, Part, SameParts
+from reshard_mpi.formats.nest.nodes import MODEL, ORDERED_DICT, Call, Dict, NestError, NestTensor, Value, is_nest_tensor
+from reshard_mpi.formats.protocol import OwnTypes, Packed, PackingOptions, Part, SameParts, TensorTypes
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import KIB, shortened
@@ -53,16 +52,24 @@ class _SortedTensors(NamedTuple):
     """The tensors of a source, sorted into weights and state: names in it, by key.
 
     Attributes:
+        tensors, own_types: of all of them, by name, as `PackingFormat.packed` has these.
         weights: of the model.
         extra: what modules have besides, where that is a tensor.
         state: of the optimizer by kind and key.
         others: names of what is none of these.
     """
 
+    tensors: TensorTypes
+    own_types: OwnTypes
     weights: dict[str, str]
     extra: dict[str, str]
     state: dict[str, dict[str, str]]
     others: list[str]
+
+    @property
+    def copies(self) -> dict[str, str]:
+        """The copies of weights in float32."""
+        return self.state.get(FP32, {})
 
     @property
     def moments(self) -> dict[str, dict[str, str]]:
@@ -73,26 +80,26 @@ class _SortedTensors(NamedTuple):
     def trained(self) -> dict[str, None]:
         """The keys of the weights that the optimizer trains, in order."""
         moments = dict.fromkeys(key for own in self.moments.values() for key in own)
-        return moments or dict.fromkeys(self.state.get(FP32, ()))
+        return moments or dict.fromkeys(self.copies)
+
+    def origin(self, key: str, name: str) -> tuple[str, str]:
+        """Return the tensor that a weight is made of, and the type that it is rounded to; empty: its own."""
+        is_rounded = name in self.own_types and key in self.copies
+        return (self.copies[key], self.tensors[name].dtype.name) if is_rounded else (name, "")
 
 
-def packed(
-    tensors: Mapping[str, TensorType],
-    strings: Mapping[str, str],
-    own_types: Mapping[str, DType],
-    options: PackingOptions,
-) -> Packed:
+def packed(tensors: TensorTypes, strings: Mapping[str, str], own_types: OwnTypes, options: PackingOptions) -> Packed:
     """Return the files, as `PackingFormat.packed` says."""
     release = options.core_version or DEFAULT_RELEASE
-    root, found = _source_tensors(tensors, strings)
+    root, found = _source_tensors(tensors, strings, own_types)
     model = root.get("model")
     kinds = {key: tensors[name] for key, name in found.weights.items()}
     places = stacked(kinds, _args(root))
     _require_dimensions(kinds, places)
     _require_trained_together(found, places)
-    chunks = [*_weights(found, places, tensors, own_types), *_state(found, places, tensors)]
+    chunks = [*_weights(found, places), *_state(found, places)]
     extra = _extra_values(model, ModulePlaces(places)) if type(model) is Dict else {}
-    extra_tensors = dict(_extra_tensors(found, ModulePlaces(places), tensors))
+    extra_tensors = dict(_extra_tensors(found, ModulePlaces(places)))
     if not extra and not extra_tensors:
         extra = dict.fromkeys(_usual_extra(places.values()))
     others = _without_tensors(root.without("model"))
@@ -119,7 +126,7 @@ def packed(
         tuple(found.others),
         common.notes,
         only_first=True,
-        compared=[[*_copies_in(own, found, tensors, own_types)] for own in files],
+        compared=[[*_copies_in(own, found)] for own in files],
     )
 
 
@@ -155,19 +162,21 @@ def _args(root: Dict) -> Mapping[str, Value]:
     return {key: own for key, own in args.pairs() if type(key) is str} if type(args) is Dict else {}
 
 
-def _source_tensors(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> tuple[Dict, _SortedTensors]:
+def _source_tensors(
+    tensors: TensorTypes, strings: Mapping[str, str], own_types: OwnTypes
+) -> tuple[Dict, _SortedTensors]:
     """Return the nest of a source, and its tensors sorted. Raises TargetError if it has no model's."""
     root = _root(tensors, strings)
     of_state = next((name for name in tensors if name.startswith(_OPTIMIZER)), None)
     if of_state is not None and type(root.get("model")) is not Dict:
         raise _not_held(f"the weights below {MODEL!r}, where an optimizer lies beside them", of_state)
-    found = _sorted(tensors, root.get("model"))
+    found = _sorted(tensors, own_types, root.get("model"))
     if not found.weights:
         raise _not_held("tensors of a model", shortened(list(tensors)) or "no tensors")
     return root, found
 
 
-def _root(tensors: Mapping[str, TensorType], strings: Mapping[str, str]) -> Dict:
+def _root(tensors: TensorTypes, strings: Mapping[str, str]) -> Dict:
     """Return the nest of a source, with models of torch as plain dictionaries. Raises TargetError if it is none."""
     try:
         root = rebuild_tree.rebuild({name: NestTensor(name) for name in tensors}, strings)
@@ -181,7 +190,7 @@ def _plain(value: Value) -> Value:
     return Dict([*(value.flat or ())]) if is_ordered else value
 
 
-def _sorted(tensors: Mapping[str, TensorType], model: Value) -> _SortedTensors:
+def _sorted(tensors: TensorTypes, own_types: OwnTypes, model: Value) -> _SortedTensors:
     """Sort tensors by their names. Raises TargetError for state of a tensor that is no weight.
 
     Args:
@@ -189,7 +198,7 @@ def _sorted(tensors: Mapping[str, TensorType], model: Value) -> _SortedTensors:
     """
     has_model = type(model) is Dict
     own_keys = {key for key, value in model.pairs() if type(value) is NestTensor} if has_model else set()
-    found = _SortedTensors({}, {}, {}, [])
+    found = _SortedTensors(tensors, own_types, {}, {}, {}, [])
     for name in tensors:
         if has_model and not name.startswith(MODEL):
             continue
@@ -230,67 +239,40 @@ def _require_trained_together(found: _SortedTensors, places: Mapping[str, Stacke
         raise _not_held(f"an optimizer that trains all of {places[lacking].key!r}, or none", f"no state of {lacking!r}")
 
 
-def _weights(
-    found: _SortedTensors,
-    places: Mapping[str, StackedPlace],
-    tensors: Mapping[str, TensorType],
-    own_types: Mapping[str, DType],
-) -> Iterator[Part]:
+def _weights(found: _SortedTensors, places: Mapping[str, StackedPlace]) -> Iterator[Part]:
     """Yield the chunks of weights. With another type (`--dtype`) they are their copies in float32, rounded."""
-    copies = found.state.get(FP32, {})
     for key, name in found.weights.items():
-        source, dtype = _origin(key, name, copies, tensors, own_types)
-        yield from _chunks("", places[key], source, tensors[name].shape, dtype)
+        source, dtype = found.origin(key, name)
+        yield from _chunks("", places[key], source, found.tensors[name].shape, dtype)
 
 
-def _origin(
-    key: str,
-    name: str,
-    copies: Mapping[str, str],
-    tensors: Mapping[str, TensorType],
-    own_types: Mapping[str, DType],
-) -> tuple[str, str]:
-    """Return the tensor that a weight is made of, and the type that it is rounded to; empty: its own."""
-    return (copies[key], tensors[name].dtype.name) if name in own_types and key in copies else (name, "")
-
-
-def _copies_in(
-    parts: Iterable[Part], found: _SortedTensors, tensors: Mapping[str, TensorType], own_types: Mapping[str, DType]
-) -> Iterator[SameParts]:
+def _copies_in(parts: Iterable[Part], found: _SortedTensors) -> Iterator[SameParts]:
     """Yield the parts of weights whose copies in float32 are in a file, each with the copy rounded.
 
     Megatron goes on from the copies, and makes the weights of these.
     """
-    key_of = {copy: key for key, copy in found.state.get(FP32, {}).items()}
+    key_of = {copy: key for key, copy in found.copies.items()}
     for part in parts:
         key = key_of.get(part.source)
         if key is None or not part.name.startswith(f"{_STATE}param."):
             continue
         weight = found.weights[key]
-        dtype = own_types.get(weight, tensors[weight].dtype).name
-        yield SameParts(
-            part._replace(source=weight, dtype=dtype),
-            part._replace(dtype=dtype),
-            f"the weights of {key!r} are not what Megatron would make of their copy in float32",
-            f"leave the copy out (--exclude '{part.source}', or '*.{FP32}' for all) to go on from these weights, or"
-            " change both in the source",
-        )
+        dtype = found.own_types.get(weight, found.tensors[weight].dtype).name
+        yield SameParts.of_copy(part, weight, dtype, "Megatron", key)
 
 
-def _state(
-    found: _SortedTensors, places: Mapping[str, StackedPlace], tensors: Mapping[str, TensorType]
-) -> Iterator[Part]:
+def _state(found: _SortedTensors, places: Mapping[str, StackedPlace]) -> Iterator[Part]:
     """Yield the chunks of the optimizer's state. A weight without a copy in float32 is its own.
 
     Raises TargetError for state that has another shape than its weight, or that only some parameters have.
     """
-    kinds, trained = found.moments, found.trained
+    kinds, trained, tensors = found.moments, found.trained, found.tensors
     for kind, own in kinds.items():
         lacking = next((key for key in trained if key not in own), None)
         if lacking is not None:
             raise _not_held(f"{kind} of every parameter that the optimizer trains", f"none of {lacking!r}")
-    copies = {key: found.state.get(FP32, {}).get(key) or found.weights[key] for key in trained}
-    stray = next((name for key, name in found.state.get(FP32, {}).items() if key not in trained), None)
+    copies = {key: found.copies.get(key) or found.weights[key] for key in trained}
+    stray = next((name for key, name in found.copies.items() if key not in trained), None)
     if stray is not None:
         raise _not_held("moments of every weight that has a copy in float32", stray)
     for kind, own in {"param": copies, **kinds}.items():
@@ -319,13 +301,12 @@ def _extra_values(model: Dict, modules: ModulePlaces) -> dict[str, Value]:
     return {modules.object_key(key): _without_tensors(value) for key, value in pairs if _EXTRA in key}
 
 
-def _extra_tensors(
-    found: _SortedTensors, modules: ModulePlaces, tensors: Mapping[str, TensorType]
-) -> Iterator[tuple[str, str]]:
+def _extra_tensors(found: _SortedTensors, modules: ModulePlaces) -> Iterator[tuple[str, str]]:
     """Yield what modules have besides tensors where it is one itself: the keys of objects, and names."""
     for key, name in found.extra.items():
-        if tensors[name].size_bytes > _MOST_EXTRA_BYTES:
-            raise _not_held(f"{_EXTRA} of at most {_MOST_EXTRA_BYTES} bytes", f"{name}: {tensors[name].size_bytes}")
+        size_bytes = found.tensors[name].size_bytes
+        if size_bytes > _MOST_EXTRA_BYTES:
+            raise _not_held(f"{_EXTRA} of at most {_MOST_EXTRA_BYTES} bytes", f"{name}: {size_bytes}")
         yield modules.object_key(key), name
 
 
@@ -355,7 +336,7 @@ def _without_tensors(value: Value) -> Value:
     return value
 
 
-def _filled(parts: Iterable[Part], tensors: Mapping[str, TensorType], most_bytes: int) -> list[list[Part]]:
+def _filled(parts: Iterable[Part], tensors: TensorTypes, most_bytes: int) -> list[list[Part]]:
     """Return parts by files; no file is larger than said, unless by a single part."""
     files: list[list[Part]] = [[]]
     size_bytes = 0
@@ -372,16 +353,14 @@ def _filled(parts: Iterable[Part], tensors: Mapping[str, TensorType], most_bytes
 def _text(root: Dict) -> str:
     """Return a tree as the text of a nest. Raises TargetError if it is too large."""
     try:
-        return flatten_tree.flatten(root, lambda value: type(value) is NestTensor).strings[NEST]
+        return flatten_tree.flatten(root, is_nest_tensor).strings[NEST]
     except NestError as error:
         raise _not_held("settings besides tensors of moderate size", error.problem) from None
 
 
-def as_read(
-    tensors: Mapping[str, TensorType], strings: Mapping[str, str], own_types: Mapping[str, DType]
-) -> Packed | None:
+def as_read(tensors: TensorTypes, strings: Mapping[str, str], own_types: OwnTypes) -> Packed | None:
     """Return the whole tensors that files are read as, as `PackingFormat.as_read` says."""
-    root, found = _source_tensors(tensors, strings)
+    root, found = _source_tensors(tensors, strings, own_types)
     places = stacked({key: tensors[name] for key, name in found.weights.items()}, _args(root))
     numbered = next((key for key, own in places.items() if own.key != key), None)
     if numbered is not None:
@@ -391,21 +370,19 @@ def as_read(
             got=f"no record, and {numbered!r}, which is a part of {places[numbered].key!r}",
             remedy="verify the folder that was written, with its .reshard_mpi",
         )
-    parts = [*_parts_as_read(found, tensors, own_types)]
+    parts = [*_parts_as_read(found)]
     taken = {part.source for part in parts}
     return Packed("", [parts], {}, left_out=tuple(name for name in tensors if name not in taken))
 
 
-def _parts_as_read(
-    found: _SortedTensors, tensors: Mapping[str, TensorType], own_types: Mapping[str, DType]
-) -> Iterator[Part]:
+def _parts_as_read(found: _SortedTensors) -> Iterator[Part]:
     """Yield whole tensors under the names that reading gives them."""
-    copies = found.state.get(FP32, {})
+    tensors = found.tensors
     for key, name in (found.weights | found.extra).items():
-        source, dtype = _origin(key, name, copies, tensors, own_types)
+        source, dtype = found.origin(key, name)
         yield Part(MODEL + key, source, Box.whole(tensors[name].shape), dtype)
     for key in found.trained:
-        weight, name = found.weights[key], copies.get(key, found.weights[key])
+        weight, name = found.weights[key], found.copies.get(key, found.weights[key])
         if tensors[weight].dtype.name != _FLOAT32:
             dtype = "" if tensors[name].dtype.name == _FLOAT32 else _FLOAT32
             yield Part(f"{_STATE}{key}.{FP32}", name, Box.whole(tensors[name].shape), dtype)

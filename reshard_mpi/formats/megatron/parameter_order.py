@@ -283,17 +283,14 @@ def _assigned(
     try:
         reverse = sorted(members, key=cmp_to_key(order.compared), reverse=True)
     except _UndecidedError as error:
-        raise _undecided(error.one, error.other, slots[0].bucket) from None
+        one, other = error.args
+        raise _undecided(one, other, slots[0].bucket) from None
     for parameter, slot in zip(reverse, by_place, strict=True):
         yield PlacedParameter(parameter, slot.bucket, slot.start)
 
 
 class _UndecidedError(Exception):
     """Two parameters whose order nothing tells."""
-
-    def __init__(self, one: Parameter, other: Parameter) -> None:
-        super().__init__(one, other)
-        self.one, self.other = one, other
 
 
 class _BufferOrder:

@@ -243,9 +243,8 @@ def _require_all(ranks: Sequence[RankFiles], parallelism: Parallelism, folder: s
         lost_share = next((share for part, share in shares if (part, share) not in of_experts), None)
         if lost is not None or lost_share is not None:
             what = f"tensor-parallel rank {lost}" if lost is not None else f"share {lost_share} of the experts"
-            raise _lost(
-                f"{MODEL_FILE} of {_sizes(parallelism)}, as args say", f"none of {what} in stage {stage}", folder
-            )
+            expected = f"{MODEL_FILE} of {_sizes(parallelism)}, as args say"
+            raise _lost(expected, f"none of {what} in stage {stage}", folder)
 
 
 def _lost(expected: str, got: str, folder: str) -> ShardError:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats.locations import ByteRange, ByteRanges, Location, StridedView
+from reshard_mpi.formats.locations import ByteRanges, Location
 from reshard_mpi.formats.megatron.parameter_order import ElementReader
 from reshard_mpi.formats.megatron.rank_folders import LegacyRanks, RankFiles
 from reshard_mpi.formats.nest.nodes import Value, text_pairs
@@ -225,12 +225,12 @@ class _Cuts:
             raise self._unknown(key, "parts of one shape", got)
         dim, halves = self._rule(key, count)
         if dim is None:
-            whole = Box.whole(first.shape)
-            return first.shape, [[whole]] * count
+            return first.shape, [[Box.whole(first.shape)]] * count
         length = first.shape[dim] // halves
         shape = (*first.shape[:dim], first.shape[dim] * count, *first.shape[dim + 1 :])
+        whole = Box.whole(shape)
         return shape, [
-            [_band(shape, dim, (half * count + part) * length, length) for half in range(halves)]
+            [whole.within(dim, start * length, (start + 1) * length) for start in range(part, halves * count, count)]
             for part in range(count)
         ]
 
@@ -247,9 +247,8 @@ class _Cuts:
             return (0 if self._is_cut(key, _BY_OUTPUTS[module], shape[0], count) else None), 1
         groups = self._ranks.args.get("num_query_groups") if self._ranks.args.get("group_query_attention") else None
         if module == "linear_qkv" and type(groups) is int and groups % count:
-            raise self._unknown(
-                key, f"args.num_query_groups that {count} tensor-parallel ranks share evenly", f"{groups}"
-            )
+            expected = f"args.num_query_groups that {count} tensor-parallel ranks share evenly"
+            raise self._unknown(key, expected, f"{groups}")
         if kind and module in _OF_OUTPUTS and shape:
             return 0, self._halves(key, leaf, shape[0]) if module == "linear_fc1" else 1
         if kind == "weight" and module in _OF_INPUTS and len(shape) == 2:
@@ -273,11 +272,8 @@ class _Cuts:
             return 2 if is_gated and outputs % 2 == 0 else 1
         if inputs and outputs in (inputs, 2 * inputs) and not (is_gated and outputs == inputs):
             return outputs // inputs
-        raise self._unknown(
-            key,
-            f"{'twice ' if is_gated else ''}as many outputs as {second} has inputs",
-            f"{outputs} and {inputs}",
-        )
+        expected = f"{'twice ' if is_gated else ''}as many outputs as {second} has inputs"
+        raise self._unknown(key, expected, f"{outputs} and {inputs}")
 
     def _is_cut(self, key: str, summands: Sequence[str], outputs: int, count: int) -> bool:
         numbers = [self._ranks.args.get(name) for name in summands]
@@ -306,26 +302,12 @@ class _Cuts:
         )
 
 
-def _band(shape: _Shape, dim: int, start: int, length: int) -> Box:
-    return Box.whole(shape).within(dim, start, start + length)
-
-
 def in_slices(tensor: HeldTensor, boxes: Sequence[Box]) -> Iterator[tuple[Box, Location]]:
     """Yield the boxes that a tensor has one behind the other, each with its place."""
-    place = tensor.place
     if len(boxes) == 1:
-        yield boxes[0], place
+        yield boxes[0], tensor.place
         return
     rows = 0
     for box in boxes:
-        if isinstance(place, StridedView):
-            yield box, place._replace(offset_bytes=place.offset_bytes + rows * place.strides_bytes[0])
-        else:
-            assert isinstance(place, ByteRanges)
-            yield box, ByteRanges(tuple(_part(run, rows, box, tensor) for run in place.ranges))
+        yield box, tensor.rows(rows, box.shape[0])
         rows += box.shape[0]
-
-
-def _part(run: ByteRange, first_row: int, box: Box, tensor: HeldTensor) -> ByteRange:
-    row_bytes = run.length_bytes // tensor.shape[0]
-    return ByteRange(run.path, run.offset_bytes + first_row * row_bytes, box.shape[0] * row_bytes)

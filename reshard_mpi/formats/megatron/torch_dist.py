@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from operator import add
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ from reshard_mpi.formats.dcp.items import LocatedFile, StoragePlace
 from reshard_mpi.formats.dcp.metadata import TensorChunks
 from reshard_mpi.formats.locations import Location
 from reshard_mpi.formats.manifest import OF_RANKS_ALONE
-from reshard_mpi.formats.megatron.flat_state import BucketNames, of_buckets, unflattened
+from reshard_mpi.formats.megatron.flat_state import BucketNames, GroupObjects, of_buckets, unflattened
 from reshard_mpi.formats.megatron.layers import layer_axes
 from reshard_mpi.formats.megatron.parameter_order import ElementReader
 from reshard_mpi.formats.megatron.training_tree import (
@@ -75,7 +74,7 @@ class _Objects(NamedTuple):
 
     common: Mapping[str, Value]
     extra: Mapping[str, Value]
-    of_groups: Mapping[tuple[int, str], Mapping[int, Value]]
+    of_groups: GroupObjects
     left_out: Sequence[str]
     of_files: Sequence[str]
 
@@ -101,14 +100,11 @@ def read_training(folder: str) -> FolderTraining:
     own_objects = {key.name: value for file in located.values() for key, value in file.objects.items()}
     common, of_common = _common_file(folder)
     objects = _sorted(own_objects, common, folder)
-    flattened = metadata.flattened
-    tensors = _with_joined_halves(
-        {
-            name: unflattened(name, own, flattened[name], folder) if name in flattened else own
-            for name, own in _tensors(metadata.entries, located, folder)
-        },
-        folder,
-    )
+    tensors: dict[str, TensorPieces] = {}
+    for name, tensor in _tensors(metadata.entries, located, folder):
+        shape = metadata.flattened.get(name)
+        tensors[name] = tensor if shape is None else unflattened(name, tensor, shape, folder)
+    tensors = _with_joined_halves(tensors, folder)
 
     def of_file(stored: StoredTensor) -> TensorPieces:
         if stored.storage.key in of_common:
@@ -203,15 +199,9 @@ def _with_joined_halves(tensors: Mapping[str, TensorPieces], folder: str) -> dic
             )
         rows = gate.shape[axis]
         shape = (*gate.shape[:axis], 2 * rows, *gate.shape[axis + 1 :])
-        behind = ((_behind(box, axis, rows), place) for box, place in up.pieces)
+        behind = ((box.within(axis, rows + box.start[axis], rows + box.stop[axis]), place) for box, place in up.pieces)
         joined[stem[:-1]] = TensorPieces(gate.dtype, shape, (*gate.pieces, *behind))
     return joined
-
-
-def _behind(box: Box, axis: int, rows: int) -> Box:
-    """Return a box moved along an axis by a number of rows."""
-    shift = (*(0,) * axis, rows, *(0,) * (box.ndim - axis - 1))
-    return Box(tuple(map(add, box.start, shift)), tuple(map(add, box.stop, shift)))
 
 
 def _held(stored: StoredTensor, file: LocatedFile, place: StoragePlace) -> TensorPieces:
@@ -271,8 +261,7 @@ def _require_iteration_of_folder(common: Mapping[str, Value], folder: str) -> No
 
 def _args(objects: _Objects) -> Mapping[str, Value]:
     """Return the arguments of the run, none where they are not kept."""
-    args = objects.common.get("args")
-    state = getattr(args, "state", None)
+    state = getattr(objects.common.get("args"), "state", None)
     return {key: value for key, value in state.pairs() if type(key) is str} if type(state) is Dict else {}
 
 

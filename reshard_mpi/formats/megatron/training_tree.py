@@ -104,10 +104,8 @@ def arranged(read: FolderTraining, folder: str) -> Manifest:
             if steps.get(key) is not None and "step" not in kinds:
                 own.flat += ["step", steps[key]]
             state_tree.flat += [key, own]
-        listed_groups: list[Value] = [
-            group if note == _NO_MEMBERS else with_members(group, names) for group, names in groups
-        ]
-        root.flat += ["optimizer", Dict(["state", state_tree, "param_groups", listed_groups])]
+        own_groups: list[Value] = [group if note == _NO_MEMBERS else with_members(group, own) for group, own in groups]
+        root.flat += ["optimizer", Dict(["state", state_tree, "param_groups", own_groups])]
         notes += [note] * bool(note)
     elif training.groups:
         root.flat += ["optimizer", Dict(["param_groups", list(training.groups)])]
@@ -166,12 +164,7 @@ def _groups(training: SavedTraining) -> tuple[list[tuple[Dict, list[str]]], str]
 
 def with_members(group: Dict, names: Sequence[str]) -> Dict:
     """Return a group with the names of its parameters in place of what told them before."""
-    return Dict([*without_members(group).flat, "params", list(names)])
-
-
-def without_members(group: Dict) -> Dict:
-    """Return a group without what tells its parameters."""
-    return group.without("params")
+    return Dict([*group.without("params").flat, "params", list(names)])
 
 
 def is_of_group(group: Dict, key: str, dimensions: int) -> bool:
@@ -216,6 +209,12 @@ def differing(keys: Sequence[str], what: str) -> Iterator[str]:
     """Say that keys are left out, if there are any, and why."""
     if keys:
         yield f"{shortened(sorted(keys), 3)}: {what}"
+
+
+def is_of_experts(optimizer: Value) -> bool:
+    """Tell whether an optimizer has a group of experts."""
+    groups = entry_of(optimizer, "param_groups")
+    return any(type(group) is Dict and group.get("is_expert_parallel") is True for group in groups or [])
 
 
 def kind_of_group(group: Dict) -> str:

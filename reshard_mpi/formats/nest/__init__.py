@@ -124,6 +124,8 @@ def lists_by_group(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 _STATE, _GROUPS, _PARAMETER_NAMES = "state", "param_groups", "param_names"
+# What keys of a flat optimizer begin with, as `param_groups.fc.weight.lr`.
+_OF_FLAT = (f"{_STATE}.", f"{_GROUPS}.")
 # What nests have of a dictionary that stages have of their own. Of a model's, torch has `_metadata` among the
 # attributes: what it says of each module, by the module's name.
 _ATTRIBUTES = "state"
@@ -167,7 +169,7 @@ def settings_of(node: Any) -> Any:
     is_joined = _is_always_joined(node)
     kept = []
     for key, *value in node["dict"]:
-        is_flat = isinstance(key, str) and key.startswith((f"{_STATE}.", f"{_GROUPS}."))
+        is_flat = isinstance(key, str) and key.startswith(_OF_FLAT)
         if value and not is_flat and not (is_joined and key in (_STATE, _GROUPS)):
             kept.append([key, *map(settings_of, value)])
     return {**others, "dict": [entry for entry in kept if not _is_empty(entry[1])]}
@@ -325,9 +327,7 @@ def _is_named(entries: dict[Any, list[Any]]) -> bool:
 
 def _is_flat(entries: dict[Any, list[Any]]) -> bool:
     """Tell whether a dictionary is a flat optimizer, with keys like `param_groups.fc.weight.lr`."""
-    return bool(entries) and all(
-        isinstance(key, str) and key.startswith((f"{_STATE}.", f"{_GROUPS}.")) for key in entries
-    )
+    return bool(entries) and all(isinstance(key, str) and key.startswith(_OF_FLAT) for key in entries)
 
 
 def _unnamed(entries: dict[Any, list[Any]]) -> dict[Any, list[Any]]:

@@ -125,6 +125,10 @@ class NestTensor(NamedTuple):
     dtype: str = ""
 
 
+def is_nest_tensor(value: Value) -> bool:
+    return type(value) is NestTensor
+
+
 class Unreadable(NamedTuple):
     """A tensor that cannot be one of a shard: why, in words. is_empty: nothing is lost with it."""
 

@@ -44,8 +44,7 @@ def rebuild(leaves: Mapping[str, Value], strings: Mapping[str, str]) -> Value:
     text = strings.get(NEST)
     others = [(name, value) for name, value in strings.items() if name != NEST]
     if text is None:
-        flat = [part for pair in (*leaves.items(), *others) for part in pair]
-        return Dict(flat)
+        return Dict.of((*leaves.items(), *others))
     if len(text) > MAX_CHARACTERS:
         raise NestError("the text of the nest is too long", f"{len(text)} characters")
     try:

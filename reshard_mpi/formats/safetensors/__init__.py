@@ -150,17 +150,9 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
         if like is not None and like.header_digest is not None and digest_of_file(file) == like.header_digest:
             return like.at(path)._replace(part_of=like.part_of or part_of(path, None))
         contents = read(file)
-        header_digest = digest_of_file(file)
-    return Manifest(
-        path,
-        NAME,
-        contents.tensors,
-        contents.strings,
-        header_digest=header_digest,
-        left_out=contents.left_out,
-        lacks_others=contents.lacks_others,
-        part_of=part_of(path, contents.sharding),
-    )
+        manifest = Manifest(path, NAME, contents.tensors, contents.strings, header_digest=digest_of_file(file))
+    part = part_of(path, contents.sharding)
+    return manifest._replace(left_out=contents.left_out, lacks_others=contents.lacks_others, part_of=part)
 
 
 def read_back(meant: Manifest) -> None:
@@ -224,9 +216,7 @@ def lay_out(specs: Specs, metadata: dict[str, str], path: str) -> FileLayout:
     """
     require_types(specs, path)
     sizes = [kind.size_bytes for kind in specs.kinds]
-    ranks = [
-        (size % BLOCK_BYTES != 0 or not size, -kind.dtype.itemsize_bytes) for size, kind in zip(sizes, specs.kinds)
-    ]
+    ranks = [(size % BLOCK_BYTES != 0 or not size, -own.dtype.itemsize_bytes) for size, own in zip(sizes, specs.kinds)]
     order = sorted(range(len(specs)), key=lambda number: ranks[specs.kind_ids[number]])
     alignment = BLOCK_BYTES if max(sizes, default=0) >= _ALIGNED_FROM_BYTES else _SMALL_ALIGNMENT_BYTES
     text = "".join(_entries(specs, order, metadata, path))

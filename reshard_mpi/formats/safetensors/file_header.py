@@ -52,17 +52,8 @@ _MAX_LEFT_OUT, _MAX_SHOWN = 64, 100
 
 def is_plain(name: str) -> bool:
     """Tell whether a string of this name is an entry of the same name."""
-    return name not in _RESERVED and not name.startswith((STRING_PREFIX, _OF_ONE_FILE)) and is_storable(name)
-
-
-def is_of_this_file(name: str) -> bool:
-    """Tell whether an entry is about the file that it stands in, and nothing is lost if it is not kept."""
-    return name in (FORMAT, CRC, REMOVED)
-
-
-def is_storable(name: str) -> bool:
-    """Tell whether shards may have a string of this name."""
-    return 0 < len(name.encode(errors="replace")) <= MAX_NAME_BYTES
+    is_storable = 0 < len(name.encode(errors="replace")) <= MAX_NAME_BYTES
+    return is_storable and name not in _RESERVED and not name.startswith((STRING_PREFIX, _OF_ONE_FILE))
 
 
 class PlainStrings:
@@ -219,9 +210,8 @@ class _HeaderReading:
         self._require_tiles()
         self._mark_int4()
         plain, left_out = self._plain.kept(self._tensors, self._strings)
-        return HeaderContents(
-            self._tensors, plain | self._strings, self._crc, self._lacks_others, left_out, self._sharding
-        )
+        strings = plain | self._strings
+        return HeaderContents(self._tensors, strings, self._crc, self._lacks_others, left_out, self._sharding)
 
     def _add_alike(self) -> None:
         """Add the tensors that come next and are of known kinds, up to an entry that is unusual, or has any flaw.
@@ -364,7 +354,7 @@ class _HeaderReading:
         elif text == INT4_TAG:
             self._keep(structure.kept_bytes(key))
             self._int4[sys.intern(key)] = None
-        elif not is_of_this_file(key):
+        elif key not in (FORMAT, REMOVED):  # these are about the file that they stand in: nothing is lost
             self._plain.add(key, text)
 
     def _mark_int4(self) -> None:

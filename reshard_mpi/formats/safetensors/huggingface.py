@@ -78,11 +78,7 @@ class _Map:
     def add(self, name: str, file: Json) -> None:
         """Add the file of a tensor."""
         text, file_names = self._text, self._known
-        if not 0 < len(name.encode()) <= structure.MAX_NAME_BYTES or name in self.files:
-            raise text.damage(
-                f"the index of a checkpoint names {shown(name)} twice, or the name is too long, or empty",
-                expected=f"each tensor once, by 1 to {structure.MAX_NAME_BYTES} bytes",
-            )
+        text.require_new(name, self.files, f"the index of a checkpoint names {shown(name)} twice")
         if type(file) is not str or (file not in file_names and not _is_inside(file)):
             raise text.damage(
                 f"the index of a checkpoint says that {name!r} lies outside of its folder, or in no file of it",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats import structure
@@ -75,19 +75,13 @@ class JsonReader:
 
     def members(self) -> Iterator[str]:
         """Take an object, and yield its keys."""
-        self._take("{")
-        if self._window.startswith("}", self._at):
-            self._take("}")
-            return
-        mark = ","
-        while mark == ",":
+        for _ in self._parts("{", "}"):
             if not self._window.startswith('"', self._at):
                 raise self.unexpected("a name")
             key = self.value()
             assert isinstance(key, str)
             self._take(":")
             yield key
-            mark = self._take(",}")
 
     def matches(self, pattern: re.Pattern[str]) -> Iterator[re.Match[str]]:
         """Yield matches of a pattern, one behind the other from the next character on; going on takes each."""
@@ -97,14 +91,18 @@ class JsonReader:
 
     def items(self) -> Iterator[None]:
         """Take an array; each value is the next to be taken when this yields."""
-        self._take("[")
-        if self._window.startswith("]", self._at):
-            self._take("]")
+        return self._parts("[", "]")
+
+    def _parts(self, begin: str, end: str) -> Iterator[None]:
+        """Take what stands between two marks: parts with commas between them, each to be taken when this yields."""
+        self._take(begin)
+        if self._window.startswith(end, self._at):
+            self._take(end)
             return
         mark = ","
         while mark == ",":
             yield
-            mark = self._take(",]")
+            mark = self._take(f",{end}")
 
     def text(self, most_bytes: int) -> str | None:
         """Take a string; None if it has more than about as many bytes: then it is passed over."""
@@ -142,6 +140,12 @@ class JsonReader:
         """Return the error for what was just read, with the byte up to which the text has been read."""
         where = f"{self.path}, byte {self._window_start + len(self._window[: self._at].encode())}"
         return ShardError(problem, expected=expected, got=got, where=where, remedy=remedy)
+
+    def require_new(self, name: str, known: Container[str], problem: str) -> None:
+        """Raise ShardError if a tensor's name is known already, which is the problem, or has an impossible length."""
+        if not 0 < len(name.encode()) <= structure.MAX_NAME_BYTES or name in known:
+            expected = f"each tensor once, by 1 to {structure.MAX_NAME_BYTES} bytes"
+            raise self.damage(f"{problem}, or the name is too long, or empty", expected=expected)
 
     def _decoded(self) -> tuple[Json, int] | None:
         """Return the value that comes next, and the index behind it; None if it may go on behind the window."""

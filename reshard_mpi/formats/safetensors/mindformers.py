@@ -25,7 +25,7 @@ from reshard_mpi.filesystem.source_files import FileVersion
 from reshard_mpi.formats import safetensors, structure
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest import flatten_tree, nodes
-from reshard_mpi.formats.nest.nodes import Dict, Value, no_constant
+from reshard_mpi.formats.nest.nodes import Dict, NestTensor, Value, is_nest_tensor, no_constant
 from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.formats.protocol import no_sums as stored_sums
 from reshard_mpi.formats.safetensors import mindformers_count, mindformers_index
@@ -210,12 +210,6 @@ def _others(
     return others
 
 
-class _SlicedLeaf(NamedTuple):
-    """A tensor of the checkpoint in a tree."""
-
-    name: str
-
-
 def _strings(folder: str, tensors: TensorTable) -> Mapping[str, str]:
     """Return the strings of a checkpoint: its nest, if `COMMON` says anything.
 
@@ -234,9 +228,9 @@ def _strings(folder: str, tensors: TensorTable) -> Mapping[str, str]:
             raise ValueError("no object")
         if _COMMON_KEY in tensors:
             raise ValueError(f"a tensor called {_COMMON_KEY!r}, in the place of what the file says")
-        leaves: list[Value] = [part for name in tensors for part in (name, _SlicedLeaf(name))]
+        leaves: list[Value] = [part for name in tensors for part in (name, NestTensor(name))]
         tree = Dict([_COMMON_KEY, root, *leaves])
-        strings = flatten_tree.flatten(tree, lambda value: type(value) is _SlicedLeaf, has_order=False).strings
+        strings = flatten_tree.flatten(tree, is_nest_tensor, has_order=False).strings
     except (ValueError, RecursionError, nodes.NestError) as error:
         raise ShardError(
             f"{COMMON} of a checkpoint cannot be read",
@@ -267,8 +261,7 @@ def _require_step_of_folder(common: Dict, folder: str) -> None:
 
 
 def _dictionary(pairs: list[tuple[str, Any]]) -> Dict:
-    twice = len(pairs) - len(dict(pairs))
-    if twice:
+    if len(dict(pairs)) < len(pairs):
         raise ValueError("a name twice")
     return Dict.of(pairs)
 

@@ -30,13 +30,8 @@ INDEX = "metadata.json"
 _CALLED = "the index of a checkpoint"
 _TENSORS, _STORAGE = "state_dict_metadata", "storage_data"
 _PROPERTIES, _DTYPE, _LAYOUT, _INTERLEAVED = "properties", "dtype", "layout", "interleaved_parallel"
-_SHAPE, _COUNTS, _CHUNKS, _NUMBER, _SLICE = (
-    "global_shape",
-    "axis_fragmentations",
-    "chunk",
-    "global_offset",
-    "local_shape",
-)
+_SHAPE, _COUNTS, _CHUNKS = "global_shape", "axis_fragmentations", "chunk"
+_NUMBER, _SLICE = "global_offset", "local_shape"
 _FILE = "file_name"
 _ENDING = ".safetensors"
 _MAX_FILE_BYTES = 1024
@@ -137,11 +132,7 @@ class _IndexReading:
     def _take_tensors(self) -> None:
         text = self._text
         for name in text.members():
-            if not 0 < len(name.encode()) <= structure.MAX_NAME_BYTES or name in self._cuts:
-                raise text.damage(
-                    f"{_CALLED} lists {shown(name)} twice, or the name is too long, or empty",
-                    expected=f"each tensor once, by 1 to {structure.MAX_NAME_BYTES} bytes",
-                )
+            text.require_new(name, self._cuts, f"{_CALLED} lists {shown(name)} twice")
             if len(self._cuts) == structure.MAX_TENSORS:
                 raise text.damage(f"{_CALLED} lists too many tensors", expected=f"{structure.MAX_TENSORS} at most")
             cut = self._cut(name)

@@ -42,11 +42,7 @@ def saved_offsets(text: str, path: str) -> dict[str, tuple[int, ...]]:
     offsets: dict[str, tuple[int, ...]] = {}
     for name in reader.members():
         place = reader.value()
-        if not 0 < len(name.encode()) <= structure.MAX_NAME_BYTES or name in offsets:
-            raise reader.damage(
-                f"a file says twice where {shown(name)} lies, or the name is too long, or empty",
-                expected=f"each tensor once, by 1 to {structure.MAX_NAME_BYTES} bytes",
-            )
+        reader.require_new(name, offsets, f"a file says twice where {shown(name)} lies")
         fields = as_object(place)
         start = as_numbers(fields[_FIELD]) if fields is not None and fields.keys() == {_FIELD} else None
         if start is None:

@@ -158,8 +158,7 @@ class Archive:
         end = self._read(end_start, _END.size) if end_start >= 0 else b""
         if not end.startswith(_END_MARK):
             raise self._damage(
-                "a shard does not end as an archive does: it is truncated, or something follows it",
-                max(end_start, 0),
+                "a shard does not end as an archive does: it is truncated, or something follows it", max(end_start, 0)
             )
         _, disk, directory_disk, here, count, length_bytes, start, comment_bytes = _END.unpack(end)
         directory_end = end_start
@@ -200,10 +199,8 @@ class Archive:
         if offset + _ENTRY.size > len(directory):
             raise self._damage("the directory of a shard ends in the middle of an entry", start + offset)
         fields = _ENTRY.unpack_from(directory, offset)
-        mark, _, _, flags, method, _, _, crc, stored_bytes, size_bytes, *lengths, disk, _, attributes, local_start = (
-            fields
-        )
-        name_bytes, extra_bytes, comment_bytes = lengths
+        mark, _, _, flags, method, _, _, crc, *lengths, disk, _, attributes, local_start = fields
+        stored_bytes, size_bytes, name_bytes, extra_bytes, comment_bytes = lengths
         name_at = offset + _ENTRY.size
         extra_at = name_at + name_bytes
         end = extra_at + extra_bytes + comment_bytes
@@ -212,9 +209,8 @@ class Archive:
         raw_name = directory[name_at:extra_at]
         if size_bytes == _FULL_4 or stored_bytes == _FULL_4 or local_start == _FULL_4:
             extra = directory[extra_at : extra_at + extra_bytes]
-            size_bytes, stored_bytes, local_start = self._wide(
-                extra, (size_bytes, stored_bytes, local_start), start + offset
-            )
+            short = size_bytes, stored_bytes, local_start
+            size_bytes, stored_bytes, local_start = self._wide(extra, short, start + offset)
         try:
             name = raw_name.decode()
         except UnicodeDecodeError:

@@ -12,7 +12,8 @@ from reshard_mpi.formats.nest.nodes import Call, Dict, Value
 from reshard_mpi.formats.torch.tensors import DistributedTensor, StoredTensor, numbers
 from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.placement import Placement, ceil_lengths
+from reshard_mpi.sharding.layout import Layout
+from reshard_mpi.sharding.placement import Placement, Shape, ceil_lengths
 from reshard_mpi.sharding.strategy import Strategy
 from reshard_mpi.sharding.value_checks import MAX_AXES
 
@@ -139,12 +140,8 @@ def axes_of(mesh: TensorMesh) -> tuple[tuple[int, ...], dict[MeshFactor, int]]:
     lengths: list[int] = []
     axis_of: dict[MeshFactor, int] = {}
     extent = mesh.world_size
-    factors = sorted(
-        (factor for dimension in mesh.dimensions for factor in dimension),
-        key=lambda factor: factor.stride,
-        reverse=True,
-    )
-    for factor in factors:
+    factors = (factor for dimension in mesh.dimensions for factor in dimension)
+    for factor in sorted(factors, key=lambda factor: factor.stride, reverse=True):
         step = factor.length * factor.stride
         if factor in axis_of or extent % step:
             raise UnclearError(f"a mesh whose dimensions do not count the ranks: {mesh.dimensions}")
@@ -253,20 +250,13 @@ class _Placing:
         self._known: dict[tuple[object, ...], tuple[Placement, Box]] = {}
         self._different = self._all = 0
 
-    def of(
-        self, mesh: TensorMesh, cuts: Mapping[int, Sequence[int]], global_shape: tuple[int, ...]
-    ) -> tuple[Placement, Box]:
+    def of(self, mesh: TensorMesh, cuts: Mapping[int, Sequence[int]], global_shape: Shape) -> tuple[Placement, Box]:
         """Return how a tensor is placed, and which part of it the file's own rank has."""
-        key = (
-            mesh,
-            tuple((dimension, *mesh_dimensions) for dimension, mesh_dimensions in sorted(cuts.items())),
-            global_shape,
-        )
+        ordered_cuts = tuple((dimension, *mesh_dimensions) for dimension, mesh_dimensions in sorted(cuts.items()))
+        key = mesh, ordered_cuts, global_shape
         if key not in self._known:
-            counts = (
-                (dimension, math.prod(map(mesh.length, mesh_dimensions))) for dimension, mesh_dimensions in cuts.items()
-            )
-            self._different += sum(count for dimension, count in counts if global_shape[dimension] % count)
+            counts = {dimension: math.prod(map(mesh.length, own)) for dimension, own in cuts.items()}
+            self._different += sum(count for dimension, count in counts.items() if global_shape[dimension] % count)
             if self._different > _MAX_DIFFERENT_PIECES:
                 raise UnclearError("too many tensors that are cut in different ways")
             placement = placement_of(mesh, cuts, global_shape)
@@ -297,18 +287,7 @@ def placement_of(mesh: TensorMesh, cuts: Mapping[int, Sequence[int]], global_sha
 
 def part_of(placement: Placement, rank: int, global_shape: tuple[int, ...]) -> Box:
     """Return the box that a rank holds."""
-    uneven = dict(placement.sizes)
-    start, stop = [], []
-    for dimension, index in enumerate(placement.piece(rank).slices):
-        pieces = uneven.get(dimension)
-        if pieces is None:
-            length = global_shape[dimension] // placement.slices(dimension)
-            start.append(index * length)
-        else:
-            length = pieces[index]
-            start.append(sum(pieces[:index]))
-        stop.append(start[-1] + length)
-    return Box(tuple(start), tuple(stop))
+    return Layout(placement, global_shape).box(rank)
 
 
 def _global_shape(state: Dict) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -13,7 +14,7 @@ from reshard_mpi.filesystem.paths import START_BYTES
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.formats.locations import ByteRange, ByteRanges, Converted, Location
+from reshard_mpi.formats.locations import ByteRange, ByteRanges, Converted, Location, StridedView
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest import flatten_tree
 from reshard_mpi.formats.nest.nodes import LESS, NestError, Value, entry_of
@@ -289,6 +290,25 @@ class HeldTensor(NamedTuple):
     def as_one_piece(self) -> TensorPieces:
         """The same tensor as one piece."""
         return TensorPieces(self.dtype, self.shape, ((Box.whole(self.shape), self.place),))
+
+    def rows(self, first: int, count: int) -> Location:
+        """Return where some of its rows are, indices of the first dimension. Its elements are in files as they are."""
+        place = self.place
+        if isinstance(place, StridedView):
+            return place._replace(offset_bytes=place.offset_bytes + first * place.strides_bytes[0])
+        assert isinstance(place, ByteRanges)
+        row_bytes = self.dtype.itemsize_bytes * math.prod(self.shape[1:])
+        return place._replace(ranges=tuple(_cut(place.ranges, first * row_bytes, (first + count) * row_bytes)))
+
+
+def _cut(ranges: Sequence[ByteRange], first: int, end: int) -> Iterator[ByteRange]:
+    """Yield the bytes from number `first` to `end` of a stream of byte ranges."""
+    start = 0
+    for run in ranges:
+        low, high = max(first, start), min(end, start + run.length_bytes)
+        if low < high:
+            yield ByteRange(run.path, run.offset_bytes + low - start, high - low)
+        start += run.length_bytes
 
 
 class TensorPieces(NamedTuple):

@@ -44,10 +44,9 @@ class ReadObjects(NamedTuple):
 # Is given a pickle, the byte behind the opcode that makes an object without arguments, and the memo. Reads the object,
 # and others that follow; None if they are not written as it knows them.
 ObjectReader = Callable[[bytes, int, Sequence[Value]], ReadObjects | None]
-NO_OBJECTS: Mapping[Global, ObjectReader] = {}
 
 
-class PickleHooks:
+class PickleHooks(NamedTuple):
     """Hooks by which a caller builds its own objects while a pickle is read, and the errors it raises.
 
     Attributes:
@@ -58,17 +57,9 @@ class PickleHooks:
             once.
     """
 
-    __slots__ = ("calls", "objects", "persistent")
-
-    def __init__(
-        self,
-        persistent: Callable[[Value], Value],
-        calls: Mapping[Global, Callable[..., Value]],
-        objects: Mapping[Global, ObjectReader] = NO_OBJECTS,
-    ) -> None:
-        self.persistent = persistent
-        self.calls = calls
-        self.objects = objects
+    persistent: Callable[[Value], Value]
+    calls: Mapping[Global, Callable[..., Value]]
+    objects: Mapping[Global, ObjectReader] = {}
 
 
 def no_persistent_ids(_: Value) -> Value:
@@ -85,10 +76,7 @@ def decoded_bytes(text: Value, encoding: Value) -> bytes:
 
 CODECS_ENCODE = Global("_codecs", "encode")
 BYTES = Global("builtins", "bytes")
-PLAIN_CALLS: Mapping[Global, Callable[..., Value]] = {
-    CODECS_ENCODE: decoded_bytes,
-    BYTES: lambda: b"",
-}
+PLAIN_CALLS: Mapping[Global, Callable[..., Value]] = {CODECS_ENCODE: decoded_bytes, BYTES: lambda: b""}
 PLAIN_HOOKS = PickleHooks(no_persistent_ids, PLAIN_CALLS)
 
 
@@ -96,24 +84,14 @@ PLAIN_HOOKS = PickleHooks(no_persistent_ids, PLAIN_CALLS)
 # asked. The names of `builtins` that only hold data are no part of it.
 _RUNNERS = frozenset(
     (
-        *(
-            "_aix_support",
-            "_imp",
-            "_io",
-            "_osx_support",
-            "_pickle",
-            "_posixsubprocess",
-            "_pyrepl",
-            "_thread",
-            "asyncio",
-        ),
-        *("bdb", "cProfile", "cPickle", "code", "codeop", "commands", "concurrent", "ctypes", "_ctypes", "dill"),
-        *("cloudpickle", "distutils", "doctest", "ensurepip", "http", "idlelib", "imp", "importlib", "io", "joblib"),
-        *("lib2to3", "linecache", "marshal", "multiprocessing", "nt", "ntpath", "os", "pdb", "pickle", "pickletools"),
-        *("pip", "pkgutil", "popen2", "posix", "posixpath", "profile", "pty", "py_compile", "pydoc", "requests"),
-        *("runpy", "setuptools", "shelve", "shutil", "signal", "site", "smtplib", "socket", "ssl", "subprocess"),
-        *("sys", "tempfile", "test", "threading", "timeit", "trace", "unittest", "urllib", "venv", "webbrowser"),
-        *("winreg", "xmlrpc", "zipimport"),
+        *("_aix_support", "_imp", "_io", "_osx_support", "_pickle", "_posixsubprocess", "_pyrepl", "_thread"),
+        *("asyncio", "bdb", "cProfile", "cPickle", "code", "codeop", "commands", "concurrent", "ctypes", "_ctypes"),
+        *("cloudpickle", "dill", "distutils", "doctest", "ensurepip", "http", "idlelib", "imp", "importlib", "io"),
+        *("joblib", "lib2to3", "linecache", "marshal", "multiprocessing", "nt", "ntpath", "os", "pdb", "pickle"),
+        *("pickletools", "pip", "pkgutil", "popen2", "posix", "posixpath", "profile", "pty", "py_compile", "pydoc"),
+        *("requests", "runpy", "setuptools", "shelve", "shutil", "signal", "site", "smtplib", "socket", "ssl"),
+        *("subprocess", "sys", "tempfile", "test", "threading", "timeit", "trace", "unittest", "urllib", "venv"),
+        *("webbrowser", "winreg", "xmlrpc", "zipimport"),
     )
 )
 _DATA_OF_BUILTINS = frozenset(

@@ -90,7 +90,7 @@ class _Pickler:
             put(text_opcode(value))
         elif kind is Dict:
             put(b"}")
-            self._pairs(value.flat)
+            self._batches(value.flat, b"u", 2)
         elif kind is list:
             put(b"]")
             self._batches(value, b"e", 1)
@@ -120,13 +120,8 @@ class _Pickler:
             self.parts.append(reference)
             return
         write()
-        number = len(self._memo)
-        if number < 256:
-            self.parts.append(b"q%c" % number)
-            self._memo[key] = b"h%c" % number
-        else:
-            self.parts.append(b"r" + number.to_bytes(4, "little"))
-            self._memo[key] = b"j" + number.to_bytes(4, "little")
+        put, self._memo[key] = memo_opcodes(len(self._memo))
+        self.parts.append(put)
 
     def _global(self, name: Global) -> None:
         module, old_name = _OLD_NAMES.get(name) or (_OLD_MODULES.get(name.module, name.module), name.name)
@@ -150,9 +145,6 @@ class _Pickler:
                 self.write(value)
             self.parts.append(opcode)
 
-    def _pairs(self, flat: list[Value]) -> None:
-        self._batches(flat, b"u", 2)
-
     def _call(self, value: Call) -> None:
         self._global(value.function)
         self._tuple(value.args)
@@ -160,16 +152,14 @@ class _Pickler:
         if value.items is not None:
             self._batches(value.items, b"e", 1)
         if value.flat is not None:
-            self._pairs(value.flat)
+            self._batches(value.flat, b"u", 2)
         if value.state is not None:
             self.write(value.state)
             self.parts.append(b"b")
 
     def _bytes(self, content: bytes) -> None:
-        if not content:
-            self._call(Call(BYTES, ()))
-            return
-        self._call(Call(CODECS_ENCODE, (content.decode("latin-1"), "latin1")))
+        args = content.decode("latin-1"), "latin1"
+        self._call(Call(CODECS_ENCODE, args) if content else Call(BYTES, ()))
 
     def _tensor(self, leaf: WrittenTensor) -> None:
         around = self._around.get(leaf.kind)
@@ -207,6 +197,14 @@ class _Pickler:
         if not is_typed:
             self._global(Global("torch", kind.dtype.name))
         self.parts.append(b"tR")
+
+
+def memo_opcodes(number: int) -> tuple[bytes, bytes]:
+    """Return what puts the last object into the memo by a number, and what takes it from there."""
+    if number < 256:
+        return b"q%c" % number, b"h%c" % number
+    wide = number.to_bytes(4, "little")
+    return b"r" + wide, b"j" + wide
 
 
 def text_opcode(text: str) -> bytes:

@@ -208,9 +208,7 @@ def _with(tensor: Value, *besides: str) -> Value:
 def _attributes(state: Value) -> str:
     """Say which attributes an object has; nothing if it has none."""
     parts = state if type(state) is tuple else (state,)  # in a dictionary, and in slots
-    names = [
-        str(name) for part in parts if type(part) is Dict for name in part.flat[::2] if name not in _OWN_ATTRIBUTES
-    ]
+    names = [str(name) for own in parts if type(own) is Dict for name in own.flat[::2] if name not in _OWN_ATTRIBUTES]
     return f"its attributes {', '.join(names)}" if names else ""
 
 
