@@ -30,7 +30,7 @@ from reshard_mpi.checkpoints.shard_files import (
 )
 from reshard_mpi.errors import ShardError, SourceError, told
 from reshard_mpi.filesystem import source_files
-from reshard_mpi.filesystem.paths import described, kind_of_file
+from reshard_mpi.filesystem.paths import described, kind_at
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.structure import is_file_name
 from reshard_mpi.journal.provenance import FirstLooks
@@ -300,7 +300,7 @@ def _of_no_format(given: Path, role: str) -> SourceError:
         problem = f"a file that lists what a checkpoint holds was given as the {role}"
         return SourceError(problem, expected="its folder", where=str(given), remedy=f"give {given.parent}")
     error = _nothing(str(given), f"a file that ends in {_endings()}", given.name, role)
-    kind = kind_of_file(given)
+    kind = kind_at(given)
     if kind is not None:
         error.got, error.remedy = f"{given.name}, {kind.what}", kind.remedy
     return error

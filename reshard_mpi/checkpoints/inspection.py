@@ -17,7 +17,7 @@ from reshard_mpi.checkpoints.shard_files import in_its_rank
 from reshard_mpi.checkpoints.source import manifests_of
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
 from reshard_mpi.filesystem import source_files
-from reshard_mpi.filesystem.paths import is_object_path, kind_of_file
+from reshard_mpi.filesystem.paths import is_object_path, kind_at
 from reshard_mpi.formats.locations import LibraryRead, StridedView
 from reshard_mpi.formats.manifest import NEST, Manifest
 from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorEntry
@@ -276,7 +276,7 @@ def _strategy(path: str, wanted: _TensorFilter) -> dict[str, Any]:
     try:
         loaded = strategy_files.load(path)
     except StrategyError as error:
-        kind = kind_of_file(Path(path))
+        kind = kind_at(Path(path))
         raise SourceError(
             "neither a checkpoint nor a strategy",
             expected="a shard, a folder of rank_* folders, or strategy files",

@@ -40,7 +40,7 @@ class ShardStats(NamedTuple):
     decoding_bytes: int = 0  # the most memory that decoding one takes
     is_native: bool = True  # whether all describe themselves
     is_as_stored: bool = True  # whether all elements are read as they are in the files, without numpy
-    pieces: int = 0  # the most pieces of tensors that an index lists
+    chunks: int = 0  # the most chunks of tensors that an index lists
 
     def including(self, shard: Manifest) -> ShardStats:
         return ShardStats(
@@ -49,7 +49,7 @@ class ShardStats(NamedTuple):
             max(self.decoding_bytes, shard.decoding_bytes),
             self.is_native and shard.identity is not None,
             self.is_as_stored and shard.is_as_stored,
-            max(self.pieces, shard.tensors.pieces if isinstance(shard.tensors, ChunkedTensors) else 0),
+            max(self.chunks, shard.tensors.chunks if isinstance(shard.tensors, ChunkedTensors) else 0),
         )
 
 

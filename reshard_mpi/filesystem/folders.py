@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from reshard_mpi.errors import TargetError
-from reshard_mpi.filesystem.paths import is_object_path, kind_of
+from reshard_mpi.filesystem.paths import is_object_path, words_of_mode
 from reshard_mpi.processes.host import holders_of_lock, pid_state
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -102,7 +102,7 @@ class Folder:
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise _in_the_way(self.path / name, kind_of(status.st_mode), purpose)
+                raise _in_the_way(self.path / name, words_of_mode(status.st_mode), purpose)
             self.require_own(status, self.path / name)
         except BaseException:
             close(fd)
@@ -177,9 +177,9 @@ class Folder:
         if status.st_uid == os.geteuid() or status.st_uid == self._uid_of_new_files():
             return
         raise TargetError(
-            f"{kind_of(status.st_mode)} of another user is in the way",
+            f"{words_of_mode(status.st_mode)} of another user is in the way",
             expected=f"nothing, or what user {os.geteuid()} has made",
-            got=f"{kind_of(status.st_mode)} of user {status.st_uid}",
+            got=f"{words_of_mode(status.st_mode)} of user {status.st_uid}",
             where=str(path),
             remedy="choose another target, or have its owner remove it",
         )
@@ -203,7 +203,7 @@ class Folder:
         if error.errno not in _IN_THE_WAY:
             return OSError(error.errno, error.strerror, str(self.path / name))
         mode = os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mode
-        return _in_the_way(self.path / name, kind_of(mode), purpose)
+        return _in_the_way(self.path / name, words_of_mode(mode), purpose)
 
 
 def open_folder(path: Path) -> Folder:

@@ -2,7 +2,8 @@
 
 A store can copy a range of another object into a part by itself. But a part has 5 MiB at least, unless it is the last,
 and there are 10,000 at most. So where less than that lies between two ranges that are copied, the client sends the end
-of the one, or the beginning of the other, as well; or it sends a short range whole.
+of the one, or the beginning of the other, as well; or it sends a short range whole. Bytes that are sent though they
+could be copied are lent: they make the part beside it long enough.
 """
 
 from __future__ import annotations

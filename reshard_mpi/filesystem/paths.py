@@ -1,4 +1,4 @@
-"""Check paths that a user gives, and recognize kinds of files (`require_file_or_nothing`, `file_kind_of`).
+"""Check paths that a user gives, and recognize kinds of files (`require_file_or_nothing`, `kind_of_start`).
 
 Only a regular file is ever replaced by one of ours. A symbolic link counts as what it leads to.
 """
@@ -78,7 +78,7 @@ def described(path: Path) -> str:
         return "a symbolic link that leads nowhere" if path.is_symlink() else "nothing"
     except OSError as error:
         return _in_words(error)
-    return kind_of(mode)
+    return words_of_mode(mode)
 
 
 def _described_object(path: Path) -> str:
@@ -93,7 +93,7 @@ def _in_words(error: OSError) -> str:
     return "a symbolic link that leads to itself" if error.errno == errno.ELOOP else str(error.strerror)
 
 
-def kind_of(mode: int) -> str:
+def words_of_mode(mode: int) -> str:
     """Name the kind of a file of mode `mode`, such as `a folder`."""
     return next(name for is_kind, name in _KINDS if is_kind(mode))
 
@@ -189,21 +189,21 @@ _BY_START = (
 )
 
 
-def file_kind_of(start: bytes) -> FileKind | None:
+def kind_of_start(start: bytes) -> FileKind | None:
     """Return the kind of a file by its first `START_BYTES` bytes (all, if it is shorter); None if they do not tell."""
-    return marked_kind_of(start) or _checkpoint(start) or _kind_of_text(_text(start))
+    return kind_of_mark(start) or _mindspore_kind(start) or _kind_of_text(_text(start))
 
 
-def kind_of_file(path: Path) -> FileKind | None:
-    """Return the kind of the file at `path`, as `file_kind_of` does but for text; None also if it cannot be read."""
+def kind_at(path: Path) -> FileKind | None:
+    """Return the kind of the file at `path`, as `kind_of_start` does but for text; None also if it cannot be read."""
     from reshard_mpi.filesystem.source_files import first_bytes  # not before a file is looked at
 
     start = first_bytes(path, START_BYTES, b"")
-    return marked_kind_of(start) or _checkpoint(start)
+    return kind_of_mark(start) or _mindspore_kind(start)
 
 
-def marked_kind_of(start: bytes) -> FileKind | None:
-    """Return the kind of a file, as `file_kind_of` does, if it begins with a mark that no strategy file begins with."""
+def kind_of_mark(start: bytes) -> FileKind | None:
+    """Return the kind of a file, as `kind_of_start` does, if it begins with a mark that begins no strategy file."""
     for mark, kind in _BY_START:
         if start.startswith(mark):
             return kind
@@ -224,7 +224,7 @@ def marked_kind_of(start: bytes) -> FileKind | None:
     return None
 
 
-def _checkpoint(start: bytes) -> FileKind | None:
+def _mindspore_kind(start: bytes) -> FileKind | None:
     """Return the kind of a file that begins as MindSpore's checkpoints do, with a name and a tensor."""
     name = _NAME.match(start)
     is_one = name is not None and start[name.end() + name[1][0] :].startswith(b"\x12")

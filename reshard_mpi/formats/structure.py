@@ -12,7 +12,7 @@ from itertools import chain
 from operator import attrgetter
 
 from reshard_mpi.errors import ShardError, TargetError
-from reshard_mpi.filesystem.paths import file_kind_of, real_path
+from reshard_mpi.filesystem.paths import kind_of_start, real_path
 from reshard_mpi.filesystem.source_files import IrregularFileError, SourceFile, open_file
 from reshard_mpi.formats.manifest import HeaderDigest, Manifest
 
@@ -108,7 +108,7 @@ def crc32_of(file: SourceFile, span: Span, crc: int = 0, on_bytes: Callable[[int
 
 def other_kind(start: bytes, path: str, expected: str) -> ShardError | None:
     """Return the error for a file of another kind than `expected`, by its first bytes; None if they tell no kind."""
-    kind = file_kind_of(start)
+    kind = kind_of_start(start)
     if kind is None:
         return None
     return ShardError(f"a shard is {kind.what}", expected=expected, where=path, remedy=kind.remedy)

@@ -144,7 +144,7 @@ class TensorTable(Mapping[str, TensorEntry]):
 
     @property
     def unconverted(self) -> TensorTable:
-        """The tensors that these are seen in another type of; themselves if they are as they lie in the file."""
+        """The table with the types that the file has, where this one shows its tensors in other types; else this one."""
         return self
 
     def kind(self, kind: TensorType) -> int:
@@ -301,34 +301,34 @@ class TensorTable(Mapping[str, TensorEntry]):
         return places + _NAME_BYTES * sum(names.values())
 
 
-# The place of a tensor that has none of its own, since only its pieces have places.
+# The place of a tensor that has none of its own, since only its chunks have places.
 _NOWHERE = ByteRanges(())
 
 
 class ListedChunk(NamedTuple):
-    """A listed part of a tensor. box: in the whole tensor. tensors, number: the tensors of a file, and which it is."""
+    """A chunk of a tensor that an index lists. box: in the whole tensor. tensors, number: the tensors of a file, and which it is."""
 
     box: Box
     tensors: TensorTable
     number: int
 
 
-# What many listed tensors have in common: for each piece, its box and the tensors of its file.
-PieceList = tuple[tuple[Box, TensorTable], ...]
+# What many listed tensors have in common: for each chunk, its box and the tensors of its file.
+ChunkList = tuple[tuple[Box, TensorTable], ...]
 
 
 class ChunkedTensors(TensorTable):
-    """The whole tensors of a checkpoint whose pieces are listed one by one; only the pieces have places.
+    """The whole tensors of a checkpoint whose chunks are listed one by one; only the chunks have places.
 
-    A file may have several pieces of a tensor. Pieces may overlap if they hold the same there.
+    A file may have several chunks of a tensor. Chunks may overlap if they hold the same there.
 
     Attributes:
-        chunk_lists: the different lists of pieces.
+        chunk_lists: the different lists of chunks.
         chunk_list_ids: for each tensor, the number of its list.
-        numbers: for each tensor, the numbers of its pieces in their files.
-        missing: in words, why no pieces of some files are listed.
+        numbers: for each tensor, the numbers of its chunks in their files.
+        missing: in words, why no chunks of some files are listed.
         unreadable: the names of tensors whose elements cannot be read though their files are sound, each with the
-            reason in words; no pieces of them are listed.
+            reason in words; no chunks of them are listed.
     """
 
     in_pieces = True
@@ -336,22 +336,22 @@ class ChunkedTensors(TensorTable):
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        self.chunk_lists: list[PieceList] = []
+        self.chunk_lists: list[ChunkList] = []
         self.chunk_list_ids = array("I")
         self.numbers: list[tuple[int, ...]] = []
         self.missing: tuple[str, ...] = ()
         self.unreadable: dict[str, str] = {}
         self._number_of_list: dict[tuple[tuple[Box, int], ...], int] = {}
 
-    def add_listed(self, name: str, dtype: DType, shape: tuple[int, ...], pieces: Sequence[ListedChunk]) -> None:
-        """Add a tensor. Raises ValueError if there is one of its name already, or if a piece does not fit it."""
+    def add_listed(self, name: str, dtype: DType, shape: tuple[int, ...], chunks: Sequence[ListedChunk]) -> None:
+        """Add a tensor. Raises ValueError if there is one of its name already, or if a chunk does not fit it."""
         whole = Box.whole(shape)
-        for box, tensors, number in pieces:
+        for box, tensors, number in chunks:
             kind = tensors.kinds[tensors.kind_ids[number]]
             if (kind.dtype, kind.shape) != (dtype, box.shape) or not (box.ndim == whole.ndim and whole.contains(box)):
-                raise ValueError(f"a piece of {name!r} is {kind.dtype} {list(kind.shape)}, listed as {dtype} at {box}")
-        chunks = tuple((piece.box, piece.tensors) for piece in pieces)
-        self._add(name, TensorType(dtype, shape), self._number_of(chunks), tuple(piece.number for piece in pieces))
+                raise ValueError(f"a chunk of {name!r} is {kind.dtype} {list(kind.shape)}, listed as {dtype} at {box}")
+        listed = tuple((chunk.box, chunk.tensors) for chunk in chunks)
+        self._add(name, TensorType(dtype, shape), self._number_of(listed), tuple(chunk.number for chunk in chunks))
 
     def add_whole(self, tensors: TensorTable) -> None:
         """Add every tensor of a file that holds them whole. Raises ValueError if there is one of a name already."""
@@ -363,8 +363,8 @@ class ChunkedTensors(TensorTable):
                 of_kind[kind_id] = TensorType(dtype, shape), self._number_of(((Box.whole(shape), tensors),))
             self._add(name, *of_kind[kind_id], (number,))
 
-    def _number_of(self, chunks: PieceList) -> int:
-        """Return the number of a list of pieces; add the list if it is new."""
+    def _number_of(self, chunks: ChunkList) -> int:
+        """Return the number of a list of chunks; add the list if it is new."""
         key = tuple((box, id(tensors)) for box, tensors in chunks)
         number = self._number_of_list.setdefault(key, len(self.chunk_lists))
         if number == len(self.chunk_lists):
@@ -389,25 +389,25 @@ class ChunkedTensors(TensorTable):
         self.numbers.append(numbers)
 
     @property
-    def pieces(self) -> int:
-        """How many pieces all tensors have together."""
+    def chunks(self) -> int:
+        """How many chunks all tensors have together."""
         return sum(map(len, self.numbers))
 
     @property
     def files(self) -> tuple[TensorTable, ...]:
-        """The tensors of each file that has pieces."""
-        by_identity = {id(tensors): tensors for pieces in self.chunk_lists for _, tensors in pieces}
+        """The tensors of each file that has chunks."""
+        by_identity = {id(tensors): tensors for chunks in self.chunk_lists for _, tensors in chunks}
         return tuple(by_identity.values())
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ChunkedTensors) or list(self) != list(other):
             return False
         has_same_kinds = self.kinds == other.kinds and self.kind_ids == other.kind_ids
-        return has_same_kinds and list(self._pieces()) == list(other._pieces())
+        return has_same_kinds and list(self._chunks()) == list(other._chunks())
 
     __hash__ = TensorTable.__hash__
 
-    def _pieces(self) -> Iterator[object]:
+    def _chunks(self) -> Iterator[object]:
         for list_number, numbers in zip(self.chunk_list_ids, self.numbers):
-            pieces = zip(self.chunk_lists[list_number], numbers)
-            yield [(box, tensors.source(number)) for (box, tensors), number in pieces]
+            chunks = zip(self.chunk_lists[list_number], numbers)
+            yield [(box, tensors.source(number)) for (box, tensors), number in chunks]

@@ -10,7 +10,7 @@ from itertools import islice
 
 from reshard_mpi.errors import CoverageError, ReshardError
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
-from reshard_mpi.formats.tensor_table import ChunkedTensors, PieceList, TensorTable
+from reshard_mpi.formats.tensor_table import ChunkedTensors, ChunkList, TensorTable
 from reshard_mpi.planning.made_tensors import MappedTensors
 from reshard_mpi.planning.rank_choice import Replicas, home_rank
 from reshard_mpi.planning.rank_plan import Check, Group, PlannedTensors, ReadGroup, ReadItem, TensorPlan
@@ -28,7 +28,7 @@ class ChunkReads:
     Attributes:
         target_rank, targets: the rank, and how many ranks there are. Of several files that hold the same, the target
             prefers the first one from its own place on among the files, so that targets read different files.
-        allows_holes: tensors without all their pieces do not refuse the plan, but are named in `holes`, each with the
+        allows_holes: tensors without all their chunks do not refuse the plan, but are named in `holes`, each with the
             reason.
     """
 
@@ -37,15 +37,15 @@ class ChunkReads:
         self._targets = targets
         self._allows_holes = allows_holes
         self.holes: dict[str, ReshardError] = {}
-        self._known: dict[int, tuple[PieceList, list[int], Pieces]] = {}
+        self._known: dict[int, tuple[ChunkList, list[int], Pieces]] = {}
         self._overlapping: dict[tuple[int, Box, int | None], list[tuple[int, int, Box]]] = {}
         self._places: dict[int, dict[int, int]] = {}
 
     def planned(self, tensors: PlannedTensors) -> PlannedTensors:
-        """Return the same tensors with every route from a list of pieces replaced by routes from the pieces themselves.
+        """Return the same tensors with every route from a list of chunks replaced by routes from the chunks themselves.
 
         Those from tensors that a map makes are replaced by routes from what they are made of. Raises CoverageError for
-        a part that no piece has, and for a tensor that cannot be read, unless there may be holes.
+        a part that no chunk has, and for a tensor that cannot be read, unless there may be holes.
         """
         route_of: dict[tuple[int, ...], int] = {}
         names: list[list[str]] = []
@@ -77,16 +77,16 @@ class ChunkReads:
         return PlannedTensors(groups, group_of)
 
     def reads(self, item: ReadItem, tensors: TensorTable) -> tuple[ReadItem, ...]:
-        """Return the read items from single pieces that replace one read item from a list of pieces."""
+        """Return the read items from single chunks that replace one read item from a list of chunks."""
         name, number = item.source.name, tensors.index_by_name[item.source.name]
         route = ReadGroup(item.source_rank, item.source_box, item.region, tensors, (number,), item.to, item.order)
         return tuple(own.item(0, name) for own in self._routes(route, name, [0]))
 
     def _routes(self, route: ReadGroup, name: str, places: Sequence[int]) -> Iterator[ReadGroup]:
-        """Yield the routes from single pieces that replace one route.
+        """Yield the routes from single chunks that replace one route.
 
         Args:
-            places: of the tensors in the route, all with the same list of pieces.
+            places: of the tensors in the route, all with the same list of chunks.
             name: of the first of them, for errors.
         """
         tensors = route.tensors
@@ -99,10 +99,10 @@ class ChunkReads:
         if name in tensors.unreadable:
             raise _unreadable(name, tensors)
         numbers = [route.numbers[place] for place in places]
-        pieces = tensors.chunk_lists[tensors.chunk_list_ids[numbers[0]]]
+        chunks = tensors.chunk_lists[tensors.chunk_list_ids[numbers[0]]]
         order, taken = self._taken(tensors, tensors.chunk_list_ids[numbers[0]], route.region, name)
         for place, region in taken:
-            box, file = pieces[order[place]]
+            box, file = chunks[order[place]]
             in_file = array("I", (tensors.numbers[number][order[place]] for number in numbers))
             to = None if route.to is None else route.move.target_of(region)
             yield ReadGroup(route.source_rank, box, region, file, in_file, to, route.order)
@@ -110,33 +110,33 @@ class ChunkReads:
     def _taken(
         self, tensors: ChunkedTensors, list_number: int, region: Box, name: str
     ) -> tuple[list[int], list[CoveredPart]]:
-        """Return the piece numbers of a list by preference, and the boxes taken from each, by place in that order.
+        """Return the chunk numbers of a list by preference, and the boxes taken from each, by place in that order.
 
-        Raises CoverageError if the pieces do not make up the region.
+        Raises CoverageError if the chunks do not make up the region.
         """
-        pieces = tensors.chunk_lists[list_number]
-        cached = self._known.get(id(pieces))
+        chunks = tensors.chunk_lists[list_number]
+        cached = self._known.get(id(chunks))
         if cached is None:
             if id(tensors) not in self._places:
                 self._places[id(tensors)] = {id(file): number for number, file in enumerate(tensors.files)}
             places = self._places[id(tensors)]
             home = home_rank(self._target_rank, self._targets, len(places))
-            order = sorted(range(len(pieces)), key=lambda piece: (places[id(pieces[piece][1])] - home) % len(places))
-            cached = self._known[id(pieces)] = pieces, order, Pieces([pieces[piece][0] for piece in order])
+            order = sorted(range(len(chunks)), key=lambda chunk: (places[id(chunks[chunk][1])] - home) % len(places))
+            cached = self._known[id(chunks)] = chunks, order, Pieces([chunks[chunk][0] for chunk in order])
         try:
             return cached[1], cached[2].cover(region)
         except UncoveredError as error:
             missing = errors_text(tensors.missing)
             raise CoverageError(
-                f"no piece of {name!r} that the checkpoint lists has a part that target rank {self._target_rank} needs",
+                f"no chunk of {name!r} that the checkpoint lists has a part that target rank {self._target_rank} needs",
                 expected=f"box {error.box}",
-                got=missing or f"{len(pieces)} pieces without it",
+                got=missing or f"{len(chunks)} chunks without it",
                 where=tensors.path,
                 remedy="restore the files of the checkpoint" if missing else "save or copy the checkpoint again",
             ) from None
 
     def checks(self, groups: Sequence[Group], replicas: Replicas) -> Iterator[Check]:
-        """Yield the checks that overlapping pieces hold the same where they overlap.
+        """Yield the checks that overlapping chunks hold the same where they overlap.
 
         With CHECK all overlaps are compared whole; with SAMPLE the beginnings of a few; with ANY none.
         """
@@ -149,24 +149,24 @@ class ChunkReads:
                     yield from islice(self._overlaps(group, route, limit), limit)
 
     def _overlaps(self, group: Group, route: ReadGroup, limit: int | None) -> Iterator[Check]:
-        """Yield the checks of overlaps: of all of them, or of parts of some, up to a limit for each list of pieces."""
+        """Yield the checks of overlaps: of all of them, or of parts of some, up to a limit for each list of chunks."""
         tensors = route.tensors
         assert isinstance(tensors, ChunkedTensors)
         for place, name in enumerate(group.names):
             number = route.numbers[place]
-            pieces = tensors.chunk_lists[tensors.chunk_list_ids[number]]
-            key = (id(pieces), route.region, limit)
+            chunks = tensors.chunk_lists[tensors.chunk_list_ids[number]]
+            key = (id(chunks), route.region, limit)
             if key not in self._overlapping:
-                found = overlapping([box for box, _ in pieces], route.region)
+                found = overlapping([box for box, _ in chunks], route.region)
                 self._overlapping[key] = list(islice(found, limit))
             for first, second, region in self._overlapping[key]:
                 shared = region if limit is None else next(region.blocks(_SAMPLED_ELEMENTS))
-                reads = (self._piece(tensors, number, piece, name, shared) for piece in (first, second))
+                reads = (self._chunk(tensors, number, chunk, name, shared) for chunk in (first, second))
                 yield Check(name, tuple(reads), refuse=True, why="the checkpoint lists the same part of it twice")
 
-    def _piece(self, tensors: ChunkedTensors, number: int, piece: int, name: str, region: Box) -> ReadItem:
-        box, file = tensors.chunk_lists[tensors.chunk_list_ids[number]][piece]
-        return ReadGroup(0, box, region, file, (tensors.numbers[number][piece],)).item(0, name)
+    def _chunk(self, tensors: ChunkedTensors, number: int, chunk: int, name: str, region: Box) -> ReadItem:
+        box, file = tensors.chunk_lists[tensors.chunk_list_ids[number]][chunk]
+        return ReadGroup(0, box, region, file, (tensors.numbers[number][chunk],)).item(0, name)
 
 
 def _unreadable(name: str, tensors: ChunkedTensors) -> CoverageError:
@@ -194,7 +194,7 @@ def _pattern_of_all(name: str, tensors: ChunkedTensors) -> str:
 
 
 def missing_files(tensors: TensorTable) -> Iterator[str]:
-    """Yield a warning for each file of a list of pieces that cannot be used."""
+    """Yield a warning for each file of a list of chunks that cannot be used."""
     for missing in tensors.missing if isinstance(tensors, ChunkedTensors) else ():
         yield f"a file of the checkpoint cannot be used, what it holds was taken from others: {missing}"
 

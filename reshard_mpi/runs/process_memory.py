@@ -45,8 +45,8 @@ _PLANNED_SHARD_BYTES = KIB // 2
 _KEPT_PLAN_BYTES = 64
 # For each tensor that is made through a map, besides: what it is made of.
 _MAPPED_BYTES = KIB
-# For each piece of a tensor that an index lists; most of it only while the index is read, but none is given back.
-_LISTED_PIECE_BYTES = 576
+# For each chunk of a tensor that an index lists; most of it only while the index is read, but none is given back.
+_LISTED_CHUNK_BYTES = 576
 # For each kind of tensors, in a plan and in the structure of several shards.
 _KIND_BYTES = 8 * KIB
 # For each tensor of a shard that is compared with its own sums, in any format.
@@ -138,7 +138,7 @@ class Projection(NamedTuple):
         base_bytes = INTERPRETER_BYTES + _loaded_bytes() + (_NUMPY_BYTES if has_numpy else 0)
         base_bytes += parameters * _PARAMETER_BYTES
         base_bytes += per_shard * _MAPPED_BYTES if planner.mapped is not None else 0
-        base_bytes += source.stats.pieces * _LISTED_PIECE_BYTES
+        base_bytes += source.stats.chunks * _LISTED_CHUNK_BYTES
         base_bytes += known_bytes + kept_bytes + per_shard * _PLANNED_SHARD_BYTES + source.stats.kinds * _KIND_BYTES
         if not source.stats.is_native:
             base_bytes += _child_bytes(source_form, per_shard)

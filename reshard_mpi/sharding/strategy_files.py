@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reshard_mpi.errors import ReshardError, StrategyError
 from reshard_mpi.filesystem import source_files
-from reshard_mpi.filesystem.paths import START_BYTES, described, marked_kind_of
+from reshard_mpi.filesystem.paths import START_BYTES, described, kind_of_mark
 from reshard_mpi.protobuf_wire import WireError, varint
 from reshard_mpi.sharding.mindspore_json import REMEDY, StageFile, decode_json
 from reshard_mpi.sharding.value_checks import MAX_FILE_BYTES, MAX_SPEC_BYTES
@@ -333,7 +333,7 @@ def _kind(data: bytes, file: Path) -> StrategyForm:
 
 def _something_else(head: bytes) -> str:
     """Return what kind of file, other than a strategy, begins with the bytes `head`; "" if that is not known."""
-    kind = marked_kind_of(head[:START_BYTES])
+    kind = kind_of_mark(head[:START_BYTES])
     if kind is not None:
         return kind.what
     if head[:4] in _ENCRYPTED:

@@ -20,7 +20,7 @@ from support.checkpoints import write_shard
 
 import reshard_mpi
 from reshard_mpi.errors import ReshardError, SourceError, StrategyError
-from reshard_mpi.filesystem.paths import START_BYTES, file_kind_of
+from reshard_mpi.filesystem.paths import START_BYTES, kind_of_start
 from reshard_mpi.sharding import strategy_files
 
 GOLDEN = Path(__file__).parents[1] / "formats" / "golden"
@@ -144,5 +144,5 @@ def test_a_map_is_no_strategy(tmp_path: Path) -> None:
 
 @given(st.binary(max_size=2 * START_BYTES) | st.text().map(str.encode))
 def test_any_bytes_are_looked_at(start: bytes) -> None:
-    kind = file_kind_of(start[:START_BYTES])
+    kind = kind_of_start(start[:START_BYTES])
     assert kind is None or (kind.what.isprintable() and kind.remedy)

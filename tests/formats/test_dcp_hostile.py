@@ -68,7 +68,7 @@ def again(metadata: Metadata) -> None:
 
 
 SPOILED: dict[str, tuple[Callable[[Metadata], object], str]] = {
-    "a chunk is missing": (without_chunk, "no piece of 'w'"),
+    "a chunk is missing": (without_chunk, "no chunk of 'w'"),
     "a chunk is missing in one table": (lambda m: chunks(m).pop(), "a chunk that state_dict_metadata does not list"),
     "a chunk has no place": (lambda m: m.storage_data.pop(keys(m)[2]), "does not say where a chunk"),
     "a chunk is smaller than its item": (
@@ -91,7 +91,7 @@ SPOILED: dict[str, tuple[Callable[[Metadata], object], str]] = {
         lambda m: setattr(m.state_dict_metadata["w"], "size", Size((6, 4, 1))),
         "other dimensions than its tensor",
     ),
-    "a larger tensor": (lambda m: setattr(m.state_dict_metadata["w"], "size", Size((7, 4))), "no piece of 'w'"),
+    "a larger tensor": (lambda m: setattr(m.state_dict_metadata["w"], "size", Size((7, 4))), "no chunk of 'w'"),
     "an impossible size": (
         lambda m: setattr(m.state_dict_metadata["w"], "size", Size((1 << 63, 4))),
         "impossibly large",
@@ -112,7 +112,7 @@ SPOILED: dict[str, tuple[Callable[[Metadata], object], str]] = {
         lambda m: setattr(places(m)[1], "offset", places(m)[1].offset - 1),
         "lie over each other",
     ),
-    "an item that begins elsewhere": (lambda m: setattr(places(m)[2], "offset", 1), "no piece of 'w'"),
+    "an item that begins elsewhere": (lambda m: setattr(places(m)[2], "offset", 1), "no chunk of 'w'"),
     "an item that ends earlier": (
         lambda m: setattr(places(m)[2], "length", places(m)[2].length - 1),
         "__1_0.distcp",
@@ -270,12 +270,12 @@ class TestTwoFiles(FolderConformance):
             for what, (content, says) in PICKLES.items()
         },
         "metadata of another save": (of_another_save, "is not what the metadata says", ReshardError),
-        "a missing file": (lost(SECOND), ("no piece of 'w'", SECOND), CoverageError),
+        "a missing file": (lost(SECOND), ("no chunk of 'w'", SECOND), CoverageError),
         "a missing file with an object": (lost("__0_0.distcp"), ("'lr' cannot be read", "__0_0.distcp")),
-        "a file cut short": (cut_short(SECOND), ("no piece of 'w'", "ends before"), CoverageError),
-        "a file of zeros": (written(SECOND, bytes(5000)), ("no piece of 'w'", "no archive of torch"), CoverageError),
-        "a pipe": (replaced(os.mkfifo), "no piece of 'w'", CoverageError),
-        "a folder": (replaced(Path.mkdir), "no piece of 'w'", CoverageError),
+        "a file cut short": (cut_short(SECOND), ("no chunk of 'w'", "ends before"), CoverageError),
+        "a file of zeros": (written(SECOND, bytes(5000)), ("no chunk of 'w'", "no archive of torch"), CoverageError),
+        "a pipe": (replaced(os.mkfifo), "no chunk of 'w'", CoverageError),
+        "a folder": (replaced(Path.mkdir), "no chunk of 'w'", CoverageError),
         "a link out of the folder": (link_outside, "a link that leads out of its folder"),
         "pieces that overlap with other bytes": (overlapping, "'w'", DisagreementError),
         "an item whose archive leads elsewhere": (item_elsewhere, "no piece of", CoverageError),

@@ -114,7 +114,7 @@ def test_a_missing_file_of_a_tensor_that_is_left_out(tmp_path: Path) -> None:
     dcp_peer.write(tmp_path, tensors)
     (tmp_path / "__1_0.distcp").unlink()
     out = str(tmp_path / "out")
-    assert "no piece of 'b'" in run_here("plan", str(tmp_path), out).err
+    assert "no chunk of 'b'" in run_here("plan", str(tmp_path), out).err
     said = run_here("transform", str(tmp_path), out, "--exclude", "b", "--to", "safetensors")
     assert said.code == 0 and "__1_0.distcp" in said.err
 

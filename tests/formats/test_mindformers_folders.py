@@ -184,8 +184,8 @@ def test_a_lost_file_is_replaced_where_another_has_the_same(tmp_path: Path) -> N
     assert said.count("cannot be used, what it holds was taken from others") == 2
     assert arrays_of(tmp_path)["w"].tobytes() == counted(4, 2).tobytes()
     (tmp_path / mindformers_file("model", 2, 4)).unlink()
-    assert "no piece of 'w'" in refused("transform", tmp_path, tmp_path / "again", "--jobs", "1")
-    with pytest.raises(CoverageError, match="no piece of 'w'"):
+    assert "no chunk of 'w'" in refused("transform", tmp_path, tmp_path / "again", "--jobs", "1")
+    with pytest.raises(CoverageError, match="no chunk of 'w'"):
         arrays_of(tmp_path)
 
 

@@ -56,8 +56,8 @@ class TestFolder(FolderConformance):
         for text in ("", "[]", "[{}, []]", '[{"w": 1}, {}]', '[{}, {"note": 1}]', '[{"w": ["int8", [1], [["a"]]]}, {}]')
     }
     wrong: ClassVar = {
-        "a file is missing": (lost("1.toypart"), ("no piece of 'w'", "1.toypart"), CoverageError),
-        "a file is cut short": (cut_short("1.toypart"), ("no piece of 'w'", "1.toypart"), CoverageError),
+        "a file is missing": (lost("1.toypart"), ("no chunk of 'w'", "1.toypart"), CoverageError),
+        "a file is cut short": (cut_short("1.toypart"), ("no chunk of 'w'", "1.toypart"), CoverageError),
         "no index": (lost(toy_folder.INDEX), "no index of them", SourceError),
         "a piece that no file has": (lambda folder: leads_to(folder, "0.toypart"), "does not fit the files"),
     }

@@ -291,14 +291,14 @@ def numbered_states(
         (number,) = fitting
         group, place = groups[number], met[number]
         own = dict(_state(numbered.get(group.numbers[place.parameters]), rank))
-        if not _is_single(tensor):
+        if not _is_float32(tensor):
             own = {FP32: held(group.mains[place.mains], rank.starts, rank.path), **own}
-        met[number] = _Place(place.parameters + 1, place.mains + (not _is_single(tensor)))
+        met[number] = _Place(place.parameters + 1, place.mains + (not _is_float32(tensor)))
         yield NumberedState(tensor, own, group.settings)
     _require_all(groups, met, unmet, rank.path)
 
 
-def _is_single(tensor: RankTensor) -> bool:
+def _is_float32(tensor: RankTensor) -> bool:
     return tensor.held.dtype.name == "float32"
 
 
@@ -332,7 +332,7 @@ def _is_next(
     shapes = {own.shape for own in _tensors(states.get(group.numbers[place.parameters])) if own.shape}
     if tensor.held.shape and shapes - {tensor.held.shape}:
         return False
-    if _is_single(tensor):
+    if _is_float32(tensor):
         return len(group.numbers) - place.parameters > len(group.mains) - place.mains
     if place.mains == len(group.mains):
         return False
@@ -371,9 +371,9 @@ def _require_all(
                 where=path,
                 remedy="restore the files of one save",
             )
-    singles = [tensor for tensor in unmet if _is_single(tensor) and not tensor.key.endswith(_BUFFERS)]
-    if singles and any(len(group.numbers) > len(group.mains) for group in groups):
-        raise _undecided(f"{singles[0].key!r}, in float32 as others are, is not in it", path)
+    in_float32 = [tensor for tensor in unmet if _is_float32(tensor) and not tensor.key.endswith(_BUFFERS)]
+    if in_float32 and any(len(group.numbers) > len(group.mains) for group in groups):
+        raise _undecided(f"{in_float32[0].key!r}, in float32 as others are, is not in it", path)
 
 
 def _undecided(got: str, path: str) -> ShardError:

@@ -67,8 +67,9 @@ class _Rebuilding:
         self._leaves = leaves
         self._placed: set[str] = set()
         self._values = 0
+        # By what names in it begin with, the number of each dictionary that takes what is not listed.
         self._open: dict[str, int] = {}
-        # The keys and values of each dictionary that takes what is not listed, and its keys.
+        # By number, the keys and values of each dictionary, and its keys.
         self._dicts: list[tuple[list[Value], set[Value]]] = []
 
     def value(self, content: Any, prefix: str, depth: int, *, is_state: bool = False) -> Value:
