@@ -348,7 +348,7 @@ def committed_times(folder: Path, committed: CommitRecord) -> Mapping[int, int] 
         if record_files.digest(facts["digest"]) != committed.digest:
             return None
         times = record_files.table(facts["modified_ns"])
-        checked = [facts["of"], times] if "of" in facts else times  # earlier versions did not say of which commit
+        checked = [facts["of"], times] if "of" in facts else times  # earlier versions do not name the commit
         if "check" in facts and facts["check"] != record_files.check_of(checked):
             return None
         if facts.get("of", committed.check) != committed.check:
