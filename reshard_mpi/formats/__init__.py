@@ -1,4 +1,4 @@
-"""Find formats by name, recognize their files and folders, and name those of targets (`by_name`, `target_file`).
+"""Find formats by name, recognize their files and folders, and name the files of targets (`by_name`, `target_file`).
 
 A format's module, and with it a library, is imported only when it is needed. What is imported here `as` itself is the
 registry's, and may be taken from here.

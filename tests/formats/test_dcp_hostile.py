@@ -278,7 +278,7 @@ class TestTwoFiles(FolderConformance):
         "a folder": (replaced(Path.mkdir), "no chunk of 'w'", CoverageError),
         "a link out of the folder": (link_outside, "a link that leads out of its folder"),
         "pieces that overlap with other bytes": (overlapping, "'w'", DisagreementError),
-        "an item whose archive leads elsewhere": (item_elsewhere, "no piece of", CoverageError),
+        "an item whose archive leads elsewhere": (item_elsewhere, "no chunk of", CoverageError),
         "no metadata": (lost(".metadata"), "no index of them", SourceError),
     }
 
