@@ -144,7 +144,7 @@ class TensorTable(Mapping[str, TensorEntry]):
 
     @property
     def unconverted(self) -> TensorTable:
-        """The table with the types that the file has, where this one shows its tensors in other types; else this one."""
+        """The table with the types that the file has, if this one shows its tensors in other types; else this one."""
         return self
 
     def kind(self, kind: TensorType) -> int:
