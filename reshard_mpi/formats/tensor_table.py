@@ -306,7 +306,7 @@ _NOWHERE = ByteRanges(())
 
 
 class ListedChunk(NamedTuple):
-    """A chunk of a tensor that an index lists. box: in the whole tensor. tensors, number: the tensors of a file, and which it is."""
+    """A chunk that an index lists. box: in the whole tensor. tensors, number: the tensors of a file, and which it is."""
 
     box: Box
     tensors: TensorTable
