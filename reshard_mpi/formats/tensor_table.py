@@ -306,7 +306,7 @@ _NOWHERE = ByteRanges(())
 
 
 class ListedChunk(NamedTuple):
-    """A chunk that an index lists. box: in the whole tensor. tensors, number: the tensors of a file, and which it is."""
+    """A chunk that an index lists. box: in the whole tensor. tensors, number: the tensors of a file, and which one."""
 
     box: Box
     tensors: TensorTable
