@@ -61,6 +61,26 @@ class RecordFinder:
 
     def find_head(self, path: str, likely_rank: int) -> FoundHead | None:
         """Return how the record of a file begins, as `find` returns the whole."""
+        for place, head in self._records(path, likely_rank):
+            if head is None or _is_about(head, path):
+                return FoundHead(place, head)
+            if head.announced is None and not self._holds_another(place.parent.parent):
+                return FoundHead(place, head)
+        return None
+
+    def only_announces(self, path: str, likely_rank: int) -> bool:
+        """Tell whether the record of a file announces another one in its place, though targets are committed there.
+
+        A commit leaves no such record: it came with a copy of a run that was killed as it put its file in place.
+        """
+        for place, head in self._records(path, likely_rank):
+            if head is not None and head.announced is not None and not _is_about(head, path):
+                folder = place.parent.parent
+                return CommitRecord.read(folder) is not None and not self._holds_another(folder)
+        return False
+
+    def _records(self, path: str, likely_rank: int) -> Iterator[tuple[Path, RecordHead | None]]:
+        """Yield the place of each record that has the name of a file, and how it begins: None if it is damaged."""
         for folder, file in target_folders_of(path):
             head = RecordHead.read(folder / STATE, likely_rank)
             rank = likely_rank if head is not None and head.file == file else self._rank(folder, file)
@@ -68,16 +88,9 @@ class RecordFinder:
                 continue
             place = record_path(folder / STATE, rank)
             head = head if rank == likely_rank else RecordHead.read(folder / STATE, rank)
-            if head is None and is_taken(place) and not place.is_symlink():  # a link is to the true one
-                return FoundHead(place, None)
-            if head is None or head.file != file:
-                continue
-            with contextlib.suppress(OSError):  # which is told where the file is read
-                if head.is_about(Path(path)):
-                    return FoundHead(place, head)
-            if head.announced is None and not self._holds_another(folder):
-                return FoundHead(place, head)
-        return None
+            is_damaged = head is None and is_taken(place) and not place.is_symlink()  # a link is to the true one
+            if is_damaged or (head is not None and head.file == file):
+                yield place, head
 
     def _rank(self, folder: Path, file: str) -> int | None:
         """Return the target rank of a file in a target folder; None if it is none."""
@@ -87,6 +100,12 @@ class RecordFinder:
         if folder not in self._rank_of:
             self._rank_of[folder] = ranks_by_file(folder)
         return self._rank_of[folder].get(file)
+
+
+def _is_about(head: RecordHead, path: str) -> bool:
+    with contextlib.suppress(OSError):  # which is told where the file is read
+        return head.is_about(Path(path))
+    return False
 
 
 def run_of(path: str, likely_rank: int, finder: RecordFinder | None = None) -> tuple[RunIdentity, Path] | None:
@@ -144,8 +163,12 @@ def require_one_run(files: Mapping[int, Sequence[str]], where: str) -> RunOfFile
     heads = {path: each.head for path, each in found.items() if each is not None and each.head is not None}
     first_path, first = next(iter(heads.items()), ("", None))
     if first is None:
-        for path in found:
-            _require_not_begun_anew(path, where)
+        for rank, paths in files.items():
+            for path in paths:
+                _require_not_begun_anew(path, where)
+                if finder.only_announces(path, rank):
+                    got = f"{path} of a run that was killed as it replaced them"
+                    raise _of_several_runs(f"those that were committed with {COMMIT_RECORD}", got, where)
         return None
     for path in found:
         head = heads.get(path)

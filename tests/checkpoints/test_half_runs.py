@@ -26,6 +26,7 @@ from reshard_mpi.errors import (
 )
 from reshard_mpi.journal.commit import commit
 from reshard_mpi.journal.run_status import as_lines, state_of
+from reshard_mpi.journal.target_records import TargetRecord
 
 TENSORS = {"w": np.arange(16, dtype=np.float32).reshape(8, 2), "b": np.arange(3, dtype=np.float32)}
 
@@ -397,6 +398,36 @@ def test_targets_of_a_later_run_over_an_older_commit_are_committed_anew(tmp_path
     reshard_mpi.transform(backup, tmp_path / "again", strategy, to="safetensors", verify=True)
     assert reshard_mpi.load_rank(0, tmp_path / "again")["w2"][7, 7] == 126
     reshard_mpi.verify(backup)
+
+
+@pytest.mark.parametrize("form", few(1, FORMS))
+def test_a_target_that_a_killed_run_was_putting_in_place_over_an_older_commit(tmp_path: Path, form: str) -> None:
+    """As above, and killed before the record said that the file is in place: a copy of that says nothing of the file.
+
+    The index of a DCP folder is of the older file, in which other tensors lie at its places.
+    """
+    out, src = tmp_path / "out", full(tmp_path / "src", 1)
+    reshard_mpi.transform(src, out, to=form, verify=True)
+    backup = Path(shutil.copytree(out, tmp_path / "backup"))
+    shutil.rmtree(src)
+    values = np.arange(64, dtype=np.float32).reshape(8, 8)
+    write_ranks({0: {name: values + number for number, name in enumerate(("w2", "w1", "w0", "a"))}}, src, "safetensors")
+    reshard_mpi.transform(src, out, to=form, verify=True, overwrite=True)
+    state = out / ".reshard_mpi"
+    record = TargetRecord.read(state, 0)
+    assert record is not None
+    version = (out / record.file).stat()
+    head = record.head._replace(announced=(version.st_ino, version.st_mtime_ns))
+    (state / "rank_0.json").write_text(record._replace(head=head).as_text())
+    for name in (record.file, ".reshard_mpi/rank_0.json"):
+        shutil.copy2(out / name, backup / name)
+    with pytest.raises(DisagreementError, match="a run that was killed as it replaced them"):
+        reshard_mpi.transform(backup, tmp_path / "again", to="safetensors")
+    with pytest.raises(TargetError, match="a file that this run has not written"):
+        reshard_mpi.transform(src, backup, to=form, verify=True, resume=True)
+    reshard_mpi.transform(src, backup, to=form, verify=True, overwrite=True)
+    reshard_mpi.transform(backup, tmp_path / "again", to="safetensors", verify=True)
+    assert reshard_mpi.load_rank(0, tmp_path / "again")["a"][7, 7] == 66
 
 
 @pytest.mark.parametrize("form", few(1, ["ckpt", "hdf5", "safetensors", "torch"]))
