@@ -295,8 +295,8 @@ def _warnings(files: Mapping[int, Path], path: str) -> Iterator[str]:
 
 def _places_that_differ(names: Mapping[int, _Name]) -> Iterator[int]:
     """Yield the places of the numbers in names of the same words that are not the same in all."""
-    numbers = enumerate(zip(*(name.numbers for name in names.values())))
-    return (number for number, values in numbers if len(set(values)) > 1)
+    values_at = enumerate(zip(*(name.numbers for name in names.values())))
+    return (place for place, values in values_at if len(set(values)) > 1)
 
 
 def _first_other(names: Mapping[int, _Name], place: int) -> int:

@@ -168,7 +168,11 @@ def require_one_run(files: Mapping[int, Sequence[str]], where: str) -> RunOfFile
                 _require_not_begun_anew(path, where)
                 if finder.only_announces(path, rank):
                     got = f"{path} of a run that was killed as it replaced them"
-                    raise _of_several_runs(f"those that were committed with {COMMIT_RECORD}", got, where)
+                    expected, anew = (
+                        f"those that were committed with {COMMIT_RECORD}",
+                        "make the targets anew (--overwrite)",
+                    )
+                    raise _of_several_runs(expected, got, where, anew)
         return None
     for path in found:
         head = heads.get(path)
@@ -262,13 +266,13 @@ def _is_committed(folder: Path, first: RecordHead, heads: Collection[RecordHead]
     return None if times_ns is None else all(head.modified_ns == times_ns.get(head.rank) for head in heads)
 
 
-def _of_several_runs(expected: str, got: str, where: str) -> DisagreementError:
+def _of_several_runs(expected: str, got: str, where: str, mend: str = _FINISH) -> DisagreementError:
     return DisagreementError(
         "files of several runs lie in one checkpoint",
         expected=expected,
         got=got,
         where=where,
-        remedy=f"{_FINISH}, or give the files of one run alone (--select, or a folder of their own); what you know to"
+        remedy=f"{mend}, or give the files of one run alone (--select, or a folder of their own); what you know to"
         f" belong together is read without its records (a copy without {STATE})",
     )
 

@@ -364,6 +364,7 @@ def _check_prefix(prefix: str) -> None:
             expected="text without '/' that does not start with '.', which would hide the files, nor end in a digit,"
             " since the number of the rank follows",
             got=repr(prefix),
+            remedy="choose another --prefix, such as net_",
         )
 
 

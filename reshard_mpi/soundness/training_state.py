@@ -157,12 +157,10 @@ class StateOfParameters(NamedTuple):
             contents: of the tensors that could be read, by name.
         """
         steps, names = self._steps(contents), set[str]()
-        for own in self.tensors.values():
-            for name in own.values():
+        for name, content in contents.items():
+            if name.endswith(".sum") and f".{STATE_KEY}." in f".{name}" and content.is_constant:
                 step = f"{name.removesuffix('.sum')}.step"
-                content = contents.get(name)
-                if name.endswith(".sum") and steps.get(step) == 0 and content is not None and content.is_constant:
-                    names |= {name, step}
+                names |= {name, step} if steps.get(step) == 0 else set()
         return frozenset(names)
 
     def _steps(self, contents: Mapping[str, TensorContent]) -> dict[str, float]:

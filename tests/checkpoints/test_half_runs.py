@@ -421,7 +421,7 @@ def test_a_target_that_a_killed_run_was_putting_in_place_over_an_older_commit(tm
     (state / "rank_0.json").write_text(record._replace(head=head).as_text())
     for name in (record.file, ".reshard_mpi/rank_0.json"):
         shutil.copy2(out / name, backup / name)
-    with pytest.raises(DisagreementError, match="a run that was killed as it replaced them"):
+    with pytest.raises(DisagreementError, match=r"a run that was killed as it replaced them(.|\n)*--overwrite"):
         reshard_mpi.transform(backup, tmp_path / "again", to="safetensors")
     with pytest.raises(TargetError, match="a file that this run has not written"):
         reshard_mpi.transform(src, backup, to=form, verify=True, resume=True)

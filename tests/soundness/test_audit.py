@@ -297,7 +297,8 @@ def test_state_by_numbers_is_its_parameters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("start", few(1, [0.0, 0.1]))
 @pytest.mark.parametrize("as_values", [False, True], ids=["tensors", "values"])
-def test_state_that_adagrad_makes_with_itself(tmp_path: Path, start: float, as_values: bool) -> None:
+@pytest.mark.parametrize("key", ["optimizer", "optimizer_state_dict"])
+def test_state_that_adagrad_makes_with_itself(tmp_path: Path, key: str, start: float, as_values: bool) -> None:
     """Of parameters that are frozen, or have no gradient. start: Adagrad's initial_accumulator_value."""
     drawn = partial(tensor_of, np.random.default_rng(0))
     model = {f"layers.{layer}.w": drawn(4, 3) for layer in range(4)}
@@ -306,11 +307,11 @@ def test_state_that_adagrad_makes_with_itself(tmp_path: Path, start: float, as_v
     }
     state[1] = {"step": 0 if as_values else drawn(value=0), "sum": drawn(4, 3, value=start)}
     optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1, 2, 3]}]}
-    torch_peer.save(tmp_path / "sound.pt", {"model": model, "optimizer": optimizer})
+    torch_peer.save(tmp_path / "sound.pt", {"model": model, key: optimizer})
     assert audited(tmp_path / "sound.pt") == set()
     state[2] |= {"step": 0 if as_values else drawn(value=0)}
-    torch_peer.save(tmp_path / "step.pt", {"model": model, "optimizer": optimizer})
-    assert audited(tmp_path / "step.pt") == {("step", "optimizer.state.2.step")}
+    torch_peer.save(tmp_path / "step.pt", {"model": model, key: optimizer})
+    assert audited(tmp_path / "step.pt") == {("step", f"{key}.state.2.step")}
 
 
 @pytest.mark.parametrize("key", few(1, ["model", "net"]))
