@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from reshard_mpi.checkpoints.opening import chosen_files
 from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.engine.checksums import ContiguousPart, Span, crc_of_contiguous, crc_of_pieces, sum_of_contiguous
 from reshard_mpi.errors import DisagreementError, ReshardError, ShardError, UsageError
@@ -28,6 +29,7 @@ from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import Strategy, Unlisted
 
 if TYPE_CHECKING:
+    from reshard_mpi.checkpoints.source import SourceCheckpoint
     from reshard_mpi.journal.staged_parts import StagedParts
 
 _FILES = ("map", "config", "like")
@@ -94,7 +96,7 @@ def made_otherwise(
     request: Request,
     strategies: Strategies,
     digests: Mapping[str, str],
-    chosen: str,
+    source: SourceCheckpoint,
     run: RunIdentity | None,
     path: str,
 ) -> UsageError | None:
@@ -105,11 +107,11 @@ def made_otherwise(
     Args:
         strategies: those of the request.
         digests: of the map, its configuration, and the checkpoint that it is like, as `planner_with_maps` returns them.
-        chosen: the files of the source, as `chosen_files` calls them.
         run: the one that made it.
     """
     if run is None:
         return None
+    chosen = chosen_files(source.files)
     made_of = run.facts.get(CHOSEN, chosen)
     if made_of != chosen:
         return UsageError(
@@ -129,6 +131,14 @@ def made_otherwise(
                 where=path,
                 remedy="give the strategies that it was made with; whether it is damaged, verify DST alone tells",
             )
+    if source.quantization_digest != run.facts.get("quantization"):
+        return UsageError(
+            "the target was made when the source's configuration said otherwise how weights are quantized",
+            expected="the quantization that its record has",
+            got="another, or none",
+            where=path,
+            remedy="give the configuration that it was made with; whether it is damaged, verify DST alone tells",
+        )
     given = {
         **digests,
         **{name: words for name in _REPEATED if (words := joined_words(_given(request, name)))},

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from reshard_mpi import formats
 from reshard_mpi.checkpoints import discovery, shard_files
-from reshard_mpi.checkpoints.opening import chosen_files, open_source, require_same_choice
+from reshard_mpi.checkpoints.opening import open_source, require_same_choice
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint
 from reshard_mpi.engine.first_difference import difference_from_source
@@ -222,7 +222,7 @@ def _opened_pair(
         packed = planner.mapped.packed
         target = _packed_target(target_files, packed)
         planner = planner.changed(target=target.strategy)
-    otherwise = made_otherwise(request, read, digests, chosen_files(files), run, target_files.path)
+    otherwise = made_otherwise(request, read, digests, planner.source, run, target_files.path)
     for damage in damage_of_indexes(target_files):
         raise damage
     memory.free_with(planner.forget, target.forget)

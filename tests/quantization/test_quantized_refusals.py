@@ -154,6 +154,15 @@ def test_dequantizing_says_what_becomes_of_the_configuration(source: Path, tmp_p
         assert set(opened) == {"w.weight", "bias"} and opened["w.weight"].dtype.name == "bfloat16"
 
 
+def test_a_configuration_that_was_changed_since_is_no_damage(source: Path, tmp_path: Path) -> None:
+    reshard_mpi.transform(source, tmp_path / "out", to="hf", dtype="bf16")
+    configuration = json.loads((source / "config.json").read_text())
+    configuration["quantization_config"]["weight_block_size"] = [5, 8]  # as many blocks
+    (source / "config.json").write_text(json.dumps(configuration))
+    with pytest.raises(UsageError, match="said otherwise how weights are quantized"):
+        reshard_mpi.verify(source, tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     "tensors",
     [
