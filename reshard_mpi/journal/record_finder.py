@@ -190,8 +190,12 @@ def require_one_run(files: Mapping[int, Sequence[str]], where: str) -> RunOfFile
         if committed is not None and formats.info(committed.run.format).own_index:
             got = f"files of a later run, {first.file} or others"
             raise _of_several_runs(f"files as they were committed with {folder / COMMIT_RECORD}", got, where)
+    modified = _modified(heads)
+    older = [each.path for each in modified if heads[each.path].is_newer_than(Path(each.path))]
+    if older and len(modified) < len(heads):
+        raise _of_several_runs("files as their records say", f"{older[0]}, which is older than its record", where)
     rank_of = {path: head.rank for path, head in heads.items()}
-    return RunOfFiles(first.digest, _modified(heads), tuple(state.parent for state in state_folders), rank_of)
+    return RunOfFiles(first.digest, modified, tuple(state.parent for state in state_folders), rank_of)
 
 
 def _require_not_begun_anew(path: str, where: str) -> None:

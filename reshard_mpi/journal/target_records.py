@@ -131,6 +131,13 @@ class RecordHead(NamedTuple):
             return version.modified_ns > self.modified_ns - _LONGEST_STEP_NS
         return self.has_sample_of(path)
 
+    def is_newer_than(self, path: Path) -> bool:
+        """Tell whether the recorded file is newer than the one at `path`, another one, which is no later save then."""
+        if self.modified_ns is None or is_object_path(path):
+            return False
+        is_older = version_of(path).modified_ns < self.modified_ns - _LONGEST_STEP_NS
+        return is_older and not self.has_sample_of(path)
+
     def has_sample_of(self, path: Path) -> bool:
         """Tell whether a file has the recorded sample, whatever its time. Raises OSError if it cannot be read."""
         with open_file(str(path)) as file:

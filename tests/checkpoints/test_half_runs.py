@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -398,6 +399,23 @@ def test_targets_of_a_later_run_over_an_older_commit_are_committed_anew(tmp_path
     reshard_mpi.transform(backup, tmp_path / "again", strategy, to="safetensors", verify=True)
     assert reshard_mpi.load_rank(0, tmp_path / "again")["w2"][7, 7] == 126
     reshard_mpi.verify(backup)
+
+
+@pytest.mark.parametrize("form", few(1, FORMS))
+def test_a_shard_that_is_older_than_its_record_is_of_another_run(tmp_path: Path, form: str) -> None:
+    """A copy of a later state over this one has brought the record, and stopped before the shard. Times are kept."""
+    options, strategy = of(form, tmp_path)
+    out, src = tmp_path / "out", full(tmp_path / "src", 1)
+    reshard_mpi.transform(src, out, **options)
+    older = Path(shutil.copytree(out, tmp_path / "older"))
+    full(src, 2)
+    reshard_mpi.transform(src, out, overwrite=True, **options)
+    file = json.loads((out / ".reshard_mpi" / "rank_0.json").read_text())["file"]
+    shutil.copy2(older / file, out / file)
+    an_hour_ago = (out / file).stat().st_mtime_ns - 3600 * 10**9
+    os.utime(out / file, ns=(an_hour_ago, an_hour_ago))
+    with pytest.raises(DisagreementError, match="older than its record"):
+        reshard_mpi.transform(out, tmp_path / "again", strategy, to="safetensors")
 
 
 @pytest.mark.parametrize("form", few(1, FORMS))
