@@ -18,7 +18,7 @@ from zlib import crc32
 from reshard_mpi.errors import DamageError
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.filesystem.paths import is_object_path, rank_of_folder
-from reshard_mpi.filesystem.source_files import SourceFile, open_file, version_of
+from reshard_mpi.filesystem.source_files import FileVersion, SourceFile, open_file, version_of
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.groups import grouped
 from reshard_mpi.journal import record_files
@@ -30,7 +30,16 @@ from reshard_mpi.journal.provenance import (
     require_same_sources,
 )
 from reshard_mpi.journal.publication import publish_text
-from reshard_mpi.journal.record_files import COMMIT_RECORD, DAMAGE, opened_record, read_json, record_path, written
+from reshard_mpi.journal.record_files import (
+    COMMIT_RECORD,
+    DAMAGE,
+    STATE,
+    opened_record,
+    read_json,
+    record_path,
+    recorded_ranks,
+    written,
+)
 from reshard_mpi.planning.rank_plan import SharedFact, StageDigest
 from reshard_mpi.planning.source_flaws import PrefixDigest
 from reshard_mpi.sharding.box import Box
@@ -51,6 +60,7 @@ _BEHIND_HEAD = b', "read_ranks": '
 _KEPT = ("digest", "rank", "file", "size_bytes", "modified_ns", "announced", "sample", "tag")
 # A sample has as many pages of a file. Any state of a training that goes on changes nearly all pages.
 _SAMPLED_PAGES, _PAGE_BYTES = 32, 4096
+_MOST_ASKED = 8  # targets in a store, whether they are copies
 # In which file systems and archives keep times: nanoseconds to two seconds; and what programs lose that keep floats.
 _LONGEST_STEP_NS = 2 * 10**9
 _STEPS_NS = (1, 100, 1000, 10**6, 10**7, 10**9, _LONGEST_STEP_NS)
@@ -114,7 +124,8 @@ class RecordHead(NamedTuple):
         """Tell whether the file at `path`, in the place of the target, is the one that was written, or a copy of it.
 
         It has its time; or its sample, and the record is of another time too, as in a copy. A state that differs in few
-        tensors may have the same sample. Raises OSError if it cannot be looked at.
+        tensors may have the same sample. An object has its tag; or its sample, in a prefix that was copied. Raises
+        OSError if it cannot be looked at.
         """
         version = version_of(path)
         if version.size_bytes != self.size_bytes:
@@ -129,7 +140,25 @@ class RecordHead(NamedTuple):
             return False
         if self.sample is None:
             return version.modified_ns > self.modified_ns - _LONGEST_STEP_NS
-        return self.has_sample_of(path)
+        return self.has_sample_of(path) and not (is_object_path(path) and self._is_beside_originals(path))
+
+    def _is_beside_originals(self, path: Path) -> bool:
+        """Tell whether other targets beside an object are the ones that were written, and no copies of them.
+
+        Then it is no copy of its own either, since a prefix is copied as a whole: each object gets another time.
+        """
+        folder = path.parents[self.file.count("/")]
+        others = [rank for rank in recorded_ranks(folder / STATE) if rank != self.rank]
+        for rank in others[:: -(-len(others) // _MOST_ASKED) or 1]:
+            head = RecordHead.read(folder / STATE, rank)
+            with contextlib.suppress(FileNotFoundError):
+                if head is not None and head.is_original(version_of(folder / head.file)):
+                    return True
+        return False
+
+    def is_original(self, version: FileVersion) -> bool:
+        """Tell whether an object is the one that was written, and no copy of it, which has a later time."""
+        return (version.inode, version.modified_ns) == (self.tag, self.modified_ns)
 
     def is_newer_than(self, path: Path) -> bool:
         """Tell whether the recorded file is newer than the one at `path`, another one, which is no later save then."""

@@ -22,7 +22,7 @@ from reshard_mpi.journal.record_finder import RunOfFiles
 
 FORMS = ["safetensors", "hdf5", "ckpt", "torch", "dcp", "hf"]
 SELF_DESCRIBING = ("hdf5", "dcp", "hf")
-# Seconds by which a file is newer than the one in whose place it is put. One that is older is refused: test_half_runs.py.
+# Seconds by which a file is newer than the one in whose place it is put. An older one is refused: test_half_runs.py.
 TIMES = {"cp": 60, "cp -p of a later run": 5}
 
 

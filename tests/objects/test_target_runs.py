@@ -7,7 +7,9 @@ import re
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
+from support.checkpoints import write_ranks
 from support.command_line import COMMAND, done, refused, run_apart, run_here
 from support.conversions import Conversion, listing
 from support.examples import few
@@ -159,6 +161,32 @@ def test_a_foreign_object_in_the_place_of_one_of_ours(moto: Bucket, c: Conversio
     done(*c.arguments("transform", "--overwrite"))
     at(c, moto / "out").done("transform", "--overwrite")
     assert_as_local(c, moto)
+
+
+@pytest.mark.parametrize("form", few(1, ["ckpt", "safetensors", "torch", "hdf5", "dcp"]))
+def test_an_object_of_another_save_that_differs_in_few_places(moto: Bucket, form: str, tmp_path: Path) -> None:
+    """Most weights are frozen, so that 32 pages of it are those of ours. In a copied prefix they tell enough."""
+    frozen = np.random.default_rng(0).random((256, 1024), np.float32)
+    (tmp_path / "rows.toml").write_text('mesh = { a = 2 }\n[[parameter]]\nmatch = "*"\nsplit = { 0 = ["a"] }\n')
+
+    commands = {}
+    for name, value in (("ours", 1), ("others", 2)):
+        write_ranks({0: {"a": frozen, "m": np.full((2, 8), value), "z": frozen}}, tmp_path / name, "safetensors")
+        commands[name] = ["transform", tmp_path / name, moto / name, "--to", form]
+        commands[name] += ["--dst-strategy", tmp_path / "rows.toml"]
+        done(*commands[name])
+    shard = next(name for name in names(moto / "ours") if "rank_1/" in name or name == "__1_0.distcp")
+    for name, content in objects(moto / "ours").items():  # not in parts, so that tags are others
+        put(moto / f"copied/{name}", content)
+    forget()
+    done("transform", moto / "copied", tmp_path / "of_copy", "--strict")
+    put(moto / f"ours/{shard}", objects(moto / f"others/{shard}")[""])
+    forget()
+    cut = () if form in ("hdf5", "dcp") else ("--src-strategy", tmp_path / "rows.toml")
+    assert "was modified after" in done("transform", moto / "ours", tmp_path / "read", *cut).err
+    refused("transform", moto / "ours", tmp_path / "strictly", *cut, "--strict")
+    refused(*commands["ours"], "--resume")
+    refused("commit", moto / "ours", code=4)
 
 
 def test_a_folder_in_the_place_of_a_target(moto: Bucket, c: Conversion) -> None:
