@@ -74,7 +74,8 @@ def left_behind(
 ) -> dict[str, int]:
     """Return the tensors of a share of the shards that a target does not take, each with a rank that holds it.
 
-    Damaged shards are passed over, and so are names that the source's strategy lists, which planning looks for.
+    Damaged shards are passed over, and so are names that the source's strategy lists for the rank's stage: planning
+    looks for them there.
 
     Args:
         taken: the tensors of the target.
@@ -85,19 +86,35 @@ def left_behind(
         shard = source.find(rank) if rank in source else None
         if shard is not None and not shard.tensors.keys() <= taken:
             for name in shard.tensors:
-                if name not in taken and name not in source.strategy.parameters and is_wanted(name):
+                if name not in taken and not _is_listed(source.strategy, name, rank) and is_wanted(name):
                     only_there.setdefault(name, rank)
     return only_there
+
+
+def _is_listed(strategy: Strategy, name: str, rank: int) -> bool:
+    """Tell whether a strategy names a parameter, no rule alone, for the stage of a rank."""
+    return strategy.of_rank(strategy.parameters.get(name, ()), rank) is not None
 
 
 def left_behind_error(names: Iterable[str], only_there: dict[str, int], source: SourceCheckpoint) -> StrategyError:
     """Return the error for tensors that no target would get."""
     lost = list(names)
-    shown = ", ".join(f"{name!r} of rank {only_there[name]}" for name in islice(lost, _MAX_NAMED))
+    more = f", and {len(lost) - _MAX_NAMED} more" if len(lost) > _MAX_NAMED else ""
+    shown = ", ".join(f"{name!r} of rank {only_there[name]}" for name in islice(lost, _MAX_NAMED)) + more
+    elsewhere = next((name for name in lost if name in source.strategy.parameters), None)
+    if elsewhere is not None:
+        stages = sorted({stage for placement in source.strategy.find(elsewhere) for stage in placement.stages})
+        return StrategyError(
+            "the source strategy lists a tensor for another stage than that of the ranks which hold it",
+            expected=f"{elsewhere!r} in shards of stage {', '.join(map(str, stages))}",
+            got=f"{shown}: stage {source.strategy.stage_of(only_there[elsewhere])}",
+            where=source.location_text,
+            remedy="give the strategy that the checkpoint was saved with, its stages in the order of the ranks",
+        )
     return StrategyError(
         "no target would get a tensor that only some ranks hold, since no strategy says who holds it",
         expected="a strategy that lists what differs between ranks, or one by which their shards are read",
-        got=shown + (f", and {len(lost) - _MAX_NAMED} more" if len(lost) > _MAX_NAMED else ""),
+        got=shown,
         where=source.location_text,
         remedy="list it in the source strategy (a TOML rule '*' takes all there is), or leave it out: with --exclude,"
         " or with --unlisted drop for all that is not listed",
@@ -178,13 +195,14 @@ class ShardOpener:
 
         Args:
             taken: the tensors of this target.
-            is_asked: tells whether a tensor of the source is asked for at all. What the target's strategy lists is
-                looked for by the targets that it is for.
+            is_asked: tells whether a tensor of the source is asked for at all. What the target's strategy alone lists
+                is looked for by the targets that it is for.
         """
 
         def is_wanted(name: str) -> bool:
             is_left_out = self.policy.unlisted is Unlisted.DROP and is_dropped(self.target, name, taken)
-            return is_asked(name) and not is_left_out and name not in self.target.parameters
+            is_looked_for = name in self.target.parameters and name not in self.source.strategy.parameters
+            return is_asked(name) and not is_left_out and not is_looked_for
 
         only_there = left_behind(self.source, taken, share, is_wanted)
         lost = only_there.keys() - self._others_have

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.checkpoints import read_shard, write_shard
+from support.cases import Side
+from support.checkpoints import read_shard, write_shard, write_shards, write_strategy
 from support.command_line import refused, run_here
 from support.examples import few, many
+from support.oracle import RawLayout
 
 import reshard_mpi
 from reshard_mpi.checkpoints.shard_opener import ShardShare
@@ -133,6 +135,42 @@ def test_states_that_only_targets_of_another_stage_open(tmp_path: Path) -> None:
         assert NOBODY_GETS in str(error)
     else:
         assert names_in(tmp_path / "dst") == {"a", "b", "exp_avg.a", "exp_avg.b"}
+
+
+LAYERS = ["embed", "layers.0", "layers.1", "layers.2", "head"]
+
+
+def of_stages(first: str, second: str, copies: int) -> Side:
+    """Return a side of two stages whose ranks hold the same. first, second: the layers of each, a digit for each."""
+    stages_of = {
+        name: tuple(stage for stage, own in enumerate((first, second)) if str(number) in own)
+        for number, name in enumerate(LAYERS)
+    }
+    layouts = {name: RawLayout((copies,), (-1, -1), stages=stages) for name, stages in stages_of.items()}
+    return Side(2 * copies, 2, layouts)
+
+
+SAID = ("012", "34")
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize(
+    ("held", "said"),
+    few(2, [(("0123", "4"), SAID), (("01", "234"), SAID), (("34", "012"), SAID), (("034", "012"), ("012", "034"))]),
+)
+@pytest.mark.parametrize("is_json", few(1, [False, True]))
+def test_a_strategy_that_lists_them_for_another_stage(
+    tmp_path: Path, copies: int, held: tuple[str, str], said: tuple[str, str], is_json: bool
+) -> None:
+    """As where a model was divided otherwise, or rank folders of stages were swapped."""
+    tensors = {name: np.full((4, 4), number, np.float32) for number, name in enumerate(LAYERS)}
+    write_shards(of_stages(*held, copies), tensors, tmp_path / "src", "safetensors")
+    shapes = dict.fromkeys(LAYERS, (4, 4)) if is_json else None
+    strategy = write_strategy(of_stages(*said, copies), tmp_path / "strategies", shapes=shapes)
+    with pytest.raises(StrategyError):
+        reshard_mpi.transform(tmp_path / "src", tmp_path / "dst", strategy, strategy)
+    reshard_mpi.transform(tmp_path / "src", tmp_path / "whole", strategy)
+    assert read_shard(tmp_path / "whole" / "rank_0" / "checkpoint_0.safetensors").keys() == set(LAYERS)
 
 
 holders = st.sets(st.integers(0, RANKS - 1), min_size=1)
