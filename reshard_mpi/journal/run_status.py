@@ -173,7 +173,8 @@ def _not_as_committed(
     with suppress(OSError):  # what is not there, or has another size, is told by that
         path = folder / head.file
         if version_of(path).size_bytes == head.size_bytes and not head.is_about(path):
-            return {"problem": "was modified after its record was written"}
+            is_older = head.is_newer_than(path)
+            return {"problem": "is older than its record" if is_older else "was modified after its record was written"}
     return {}
 
 

@@ -416,6 +416,7 @@ def test_a_shard_that_is_older_than_its_record_is_of_another_run(tmp_path: Path,
     os.utime(out / file, ns=(an_hour_ago, an_hour_ago))
     with pytest.raises(DisagreementError, match="older than its record"):
         reshard_mpi.transform(out, tmp_path / "again", strategy, to="safetensors")
+    assert any("is older than its record" in line for line in as_lines(state_of(out)))
 
 
 @pytest.mark.parametrize("form", few(1, FORMS))
