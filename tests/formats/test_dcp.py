@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from support import dcp_peer, torch_peer
 from support.dcp_peer import MetadataIndex, Size, arrays_of, listed
 from support.examples import few
+from support.torch_runs import transformed, tree_of
 
 from reshard_mpi import formats, transform
 from reshard_mpi.errors import CoverageError
@@ -158,8 +159,7 @@ def test_state_by_number_has_numbers_again(tmp_path: Path, members: list[list[An
     paths |= {f"optim.param_groups.{at}.params": ("optim", "param_groups", at, "params") for at in range(2)}
     (tmp_path / "src").mkdir()
     dcp_peer.write(tmp_path / "src", tensors, objects, paths=paths)
-    transform(tmp_path / "src", tmp_path / "dst", to="torch")
-    optimizer = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optim"]
+    optimizer = transformed(tmp_path / "src", tmp_path / "dst", to="torch")["optim"]
     assert [*optimizer["state"]] == keys
     assert all([*state] == ["exp_avg"] for state in optimizer["state"].values())
 
@@ -188,7 +188,7 @@ def test_tensors_in_objects_are_carried(tmp_path: Path) -> None:
     expected |= {f"{name}.1.turned": first for name in ("again", "equal")}
     for kind in ("dcp", "torch"):
         transform(src, tmp_path / kind, to=kind, verify=True)
-    made = torch_peer.load(tmp_path / "torch" / "rank_0" / "checkpoint_0.pt")
+    made = tree_of(tmp_path / "torch")
     assert isinstance(made["pair"], tuple) and made["pair"][2] == 3
     for found in (arrays_of(src), arrays_of(tmp_path / "dcp")):
         assert {name: array.tolist() for name, array in found.items()} == {

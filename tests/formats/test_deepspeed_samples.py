@@ -12,6 +12,7 @@ from support import dcp_peer, deepspeed_peer, hdf5_peer, safetensors_peer, torch
 from support.command_line import done
 from support.deepspeed_samples import NEEDS_DATA, SAMPLES, unpacked
 from support.examples import few
+from support.torch_runs import tree_of
 
 import reshard_mpi
 from reshard_mpi.testing.sample_tensors import SampleTensor
@@ -33,7 +34,7 @@ def leaves(value: Any, *keys: str) -> Iterator[tuple[str, torch_peer.Tensor]]:
 
 
 def of_torch(folder: Path) -> dict[str, SampleTensor]:
-    loaded = torch_peer.load(folder / "rank_0" / "checkpoint_0.pt", has_sums=True)
+    loaded = tree_of(folder)
     assert list(loaded)[:2] == ["model", "optimizer"] and set(loaded["optimizer"]) == {"state", "param_groups"}
     return {name: torch_peer.sample_of(name, tensor) for name, tensor in leaves(loaded)}
 
@@ -144,7 +145,7 @@ def test_every_key_of_every_file(tmp_path: Path, name: str) -> None:
     sample = unpacked(name, tmp_path / "unpacked")
     out = tmp_path / "out"
     said = done("transform", sample.save, out).err
-    target = torch_peer.load(out / "rank_0" / "checkpoint_0.pt")
+    target = tree_of(out)
     files = [*sample.tag.rglob("*.pt")]
     for path in files:
         content, where = deepspeed_peer.load(path), path.name

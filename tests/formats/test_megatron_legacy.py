@@ -16,6 +16,7 @@ from support import deepspeed_peer, megatron_legacy_peer, megatron_peer, torch_p
 from support.command_line import done, run_here
 from support.examples import few, many
 from support.megatron_legacy_peer import EMBEDDING, MODEL, VECTORS, Form, Model, Training, require_read, training
+from support.torch_runs import tree_of
 
 import reshard_mpi
 from reshard_mpi.errors import ReshardError
@@ -376,7 +377,7 @@ def test_what_else_is_in_the_files(tmp_path: Path) -> None:
         assert part in said, said
     assert "decoder.layers.0.input_layernorm._extra_state, " in said and ": state of the ranks' own, such" in said
     assert "args.surprise" in said
-    made = torch_peer.load(tmp_path / "out" / "rank_0" / "checkpoint_0.pt")
+    made = tree_of(tmp_path / "out")
     assert made["args"]["num_layers"] == 3 and "surprise" not in made["args"] and made["iteration"] == 3
     assert made["scheduler"]["num_steps"] == 24 and made["scaler"] == {"scale": 4.0, "growth_tracker": 2}
     assert made["own"] == "mp_rank_00_000" and made["num_floating_point_operations_so_far"] == 123456.0
@@ -392,7 +393,7 @@ def test_groups_of_numbered_state(tmp_path: Path) -> None:
     megatron_legacy_peer.write(tmp_path / "save", EXPERTS, Form(1, 2, optimizer="numbers"))
     said = done("transform", tmp_path / "save", tmp_path / "out", "--to", "torch").err
     assert "which parameters each group" not in said
-    groups = torch_peer.load(tmp_path / "out" / "rank_0" / "checkpoint_0.pt")["optimizer"]["param_groups"]
+    groups = tree_of(tmp_path / "out")["optimizer"]["param_groups"]
     of_experts = [group for group in groups if group["is_expert_parallel"]]
     assert {name for group in groups for name in group["params"]} == set(EXPERTS.weights)
     assert all(".experts." in name for group in of_experts for name in group["params"]) and of_experts[0]["params"]
@@ -405,7 +406,7 @@ def test_weights_without_their_optimizer(tmp_path: Path) -> None:
         path.unlink()
     said = done("transform", tmp_path / "save", tmp_path / "out", "--to", "torch").err
     assert "the optimizer's state: distrib_optim.pt, which has it, is in no folder" in said
-    made = torch_peer.load(tmp_path / "out" / "rank_0" / "checkpoint_0.pt")
+    made = tree_of(tmp_path / "out")
     assert set(made["model"]) >= set(TIED.weights) and len(made["optimizer"]["param_groups"]) == 2
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support import dcp_peer, deepspeed_peer, hdf5_peer, safetensors_peer, torch_peer
 from support.command_line import done
+from support.torch_runs import tree_of
 
 from reshard_mpi.testing.sample_tensors import SampleTensor
 
@@ -72,7 +73,7 @@ def test_every_target(tmp_path: Path, name: str) -> None:
     save = unpacked(name, tmp_path / "unpacked")
     for to in ("torch", "dcp", "hdf5", "hf"):
         done("transform", save, tmp_path / to, "--to", to, "--verify")
-    loaded = torch_peer.load(tmp_path / "torch" / "rank_0" / "checkpoint_0.pt")
+    loaded = tree_of(tmp_path / "torch")
     made = {name: torch_peer.sample_of(name, tensor) for name, tensor in leaves(loaded)}
     whole = dict(expected(name))
     require_equal(made, whole)
@@ -96,7 +97,7 @@ def test_every_key_of_every_file(tmp_path: Path, name: str) -> None:
     """What files hold is part of the target, or is named."""
     save = unpacked(name, tmp_path / "unpacked")
     said = done("transform", save, tmp_path / "out", "--to", "torch").err
-    target = torch_peer.load(tmp_path / "out" / "rank_0" / "checkpoint_0.pt")
+    target = tree_of(tmp_path / "out")
     files = [*save.rglob("model_optim_rng.pt")]
     for path in files:
         content = deepspeed_peer.load(path)

@@ -17,6 +17,7 @@ import pytest
 from support import dcp_peer, hdf5_peer, safetensors_peer, torch_peer
 from support.command_line import done
 from support.examples import few
+from support.torch_runs import tree_of
 
 from reshard_mpi.testing.sample_tensors import SampleTensor
 
@@ -71,7 +72,7 @@ def leaves(value: Any, *keys: str) -> Iterator[tuple[str, torch_peer.Tensor]]:
 
 
 def of_torch(folder: Path) -> dict[str, SampleTensor]:
-    loaded = torch_peer.load(folder / "rank_0" / "checkpoint_0.pt")
+    loaded = tree_of(folder)
     return {name: torch_peer.sample_of(name, tensor) for name, tensor in leaves(loaded)}
 
 
@@ -121,7 +122,7 @@ class _Unpickler(pickle.Unpickler):
         return pid
 
 
-def loaded(content: bytes) -> Any:
+def unpickled(content: bytes) -> Any:
     """Return what an archive of torch holds, but for the elements of tensors."""
     with zipfile.ZipFile(io.BytesIO(content)) as opened:
         (pickled,) = (name for name in opened.namelist() if name.endswith("/data.pkl"))
@@ -137,9 +138,9 @@ def objects_of(folder: Path) -> dict[str, Any]:
         if type(index["state_dict_metadata"][name]).__name__ == "BytesStorageMetadata":
             own = place.state
             content = (folder / own["relative_path"]).read_bytes()
-            (kept[name],) = loaded(content[own["offset"] : own["offset"] + own["length"]])
+            (kept[name],) = unpickled(content[own["offset"] : own["offset"] + own["length"]])
     if (folder / "common.pt").exists():
-        kept[""] = loaded((folder / "common.pt").read_bytes())
+        kept[""] = unpickled((folder / "common.pt").read_bytes())
     else:
         kept[""] = kept.pop("common_state/shard_0_1")
     return kept
@@ -159,7 +160,7 @@ def test_every_key_of_every_pickle(tmp_path: Path, name: str) -> None:
     source = unpacked(name, tmp_path / "unpacked")
     (folder,) = source.glob("iter_*")
     said = done("transform", source, tmp_path / "out", "--to", "torch").err
-    target = torch_peer.load(tmp_path / "out" / "rank_0" / "checkpoint_0.pt")
+    target = tree_of(tmp_path / "out")
     objects = objects_of(folder)
     common = objects.pop("")
     settings = {key for group in target["optimizer"]["param_groups"] for key in group}

@@ -9,6 +9,7 @@ import pytest
 from support import torch_peer
 from support.checkpoints import sample, write_shard
 from support.command_line import done, run_here
+from support.torch_runs import transformed
 
 import reshard_mpi
 from reshard_mpi.errors import MapError, UsageError
@@ -175,9 +176,7 @@ def test_it_is_nested_as_there(tmp_path: Path) -> None:
     torch_peer.save(tmp_path / "like.pt", {"model": {"b": tensor}, "epoch": 9, "note": "there"})
     (tmp_path / "map.toml").write_text('[[map]]\neq = "a [h] <=> b [h]"\n')
     options = {"map": tmp_path / "map.toml"}
-    reshard_mpi.transform(tmp_path / "src.pt", tmp_path / "dst", like=tmp_path / "like.pt", **options)
-    (made,) = (tmp_path / "dst").rglob("*.pt")
-    loaded = torch_peer.load(made)
+    loaded = transformed(tmp_path / "src.pt", tmp_path / "dst", like=tmp_path / "like.pt", **options)
     assert loaded["epoch"] == 3 and loaded["note"] == "there" and list(loaded["model"]) == ["b"] and len(loaded) == 3
     write_shard({"b": np.zeros(2, np.float32)}, tmp_path / "like.ckpt")
     arrays = reshard_mpi.load_rank(0, tmp_path / "src.pt", like=tmp_path / "like.ckpt", **options)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support import torch_peer
-from support.checkpoints import sample
 from support.examples import few
+from support.torch_runs import array_of, stored, transformed, tree_made_of, tree_of
 
 import reshard_mpi
 from reshard_mpi.errors import MapError
 
-_keys = count()
-
 
 def tensor(value: float, shape: tuple[int, ...] = (2, 2)) -> Any:
-    return torch_peer.tensor(sample("", np.full(shape, value, np.float32)), str(next(_keys)))
+    return stored(np.full(shape, value, np.float32))
 
 
 def plain(value: Any) -> Any:
@@ -30,8 +27,7 @@ def plain(value: Any) -> Any:
         return [plain(own) for own in value]
     if not isinstance(value, torch_peer.Tensor):
         return value
-    stored = torch_peer.sample_of("", value)
-    return float(np.frombuffer(stored.content, stored.dtype.name)[0])
+    return float(array_of(value).flat[0])
 
 
 def filled(value: Any) -> Any:
@@ -53,7 +49,7 @@ def made_of(folder: Path, source: dict[str, Any], *equations: str, like: dict[st
     report = reshard_mpi.transform(
         folder / "x.pt", folder / "dst", to="torch", map=folder / "map.toml", forward=True, **options
     )
-    return plain(torch_peer.load(folder / "dst/rank_0/checkpoint_0.pt")), report
+    return plain(tree_of(folder / "dst")), report
 
 
 TRAINER = {
@@ -239,9 +235,7 @@ def test_several_maps_nest_as_one_after_another(tmp_path: Path, equations: list[
     for at, equation in enumerate(equations):
         reshard_mpi.transform(source, tmp_path / f"{at}", map=equation, **how)
         source = tmp_path / f"{at}"
-    chain, steps = (
-        plain(torch_peer.load(folder / "rank_0/checkpoint_0.pt")) for folder in (tmp_path / "chain", source)
-    )
+    chain, steps = (plain(tree_of(folder)) for folder in (tmp_path / "chain", source))
     assert chain == steps
 
 
@@ -255,8 +249,7 @@ def test_names_taken_out_of_a_dictionary_are_not_put_back_into_it(tmp_path: Path
     with pytest.raises(MapError, match="would be those of no dictionary"):
         reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map=equations, **how)
     equations[1] = "{p*} <=> new.{p*}"
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map=equations, **how)
-    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")  # at the root
+    loaded = transformed(tmp_path / "x.pt", tmp_path / "dst", map=equations, **how)  # at the root
     assert {"new.w", "new.b"} < loaded.keys() and loaded["optim"]["param_groups"][0]["params"] == ["new.w", "new.b"]
 
 
@@ -268,8 +261,7 @@ def test_a_dictionary_that_does_not_go_along_leaves_names_of_none(tmp_path: Path
     for second in ("net.b <=> net.c.b", "net.b <=> net.c"):
         with pytest.raises(MapError, match="would be those of no dictionary"):
             reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map=["model.{p*} <=> net.{p*}", second], **how)
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map="model.{p*} <=> net.{p*}", **how)
-    loaded = plain(torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt"))
+    loaded = plain(transformed(tmp_path / "x.pt", tmp_path / "dst", map="model.{p*} <=> net.{p*}", **how))
     assert loaded == {"net": {"w": 1.0, "b": 2.0}, "optim": plain(filled(optimizer))}
 
 
@@ -282,8 +274,7 @@ def test_names_that_lack_a_wrapper_do_not_become_whole_names(tmp_path: Path, key
     how: dict[str, Any] = {"to": "torch", "forward": True, "overwrite": True}
     with pytest.raises(MapError, match="would be those of no dictionary"):
         reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map=maps, **how)
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map=maps[0], **how)
-    loaded = plain(torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt"))
+    loaded = plain(transformed(tmp_path / "x.pt", tmp_path / "dst", map=maps[0], **how))
     assert loaded == {key: {"w": 1.0, "b": 2.0}, "optim": optimizer}
 
 
@@ -305,20 +296,14 @@ def test_a_model_at_the_root_and_one_below_a_key_whose_optimizers_have_the_same_
     with pytest.raises(MapError, match="would be those of no dictionary"):
         reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", forward=True, map=equation)
     reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "left", to="torch", exclude=["critic.*", "critic_optim.*"])
-    reshard_mpi.transform(tmp_path / "left", tmp_path / "dst", to="torch", forward=True, map="w <=> v")
-    assert plain(torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt"))["optim"]["param_groups"][0]["params"] == [
-        *"vb"
-    ]
+    made = plain(transformed(tmp_path / "left", tmp_path / "dst", to="torch", forward=True, map="w <=> v"))
+    assert made["optim"]["param_groups"][0]["params"] == [*"vb"]
 
 
 def test_a_value_that_is_called_as_tensors_begin_later_on_stays(tmp_path: Path) -> None:
     maps = ["net.fc.{p*} <=> epoch.{p*}", "epoch.{p*} <=> net.fc.{p*}"]
-    torch_peer.save(tmp_path / "x.pt", filled({"net": {"fc.w": 1.0, "fc.b": 2.0}, "epoch": 3}))
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", map=maps, forward=True)
-    assert plain(torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")) == {
-        "net": {"fc.w": 1.0, "fc.b": 2.0},
-        "epoch": 3,
-    }
+    source = {"net": {"fc.w": 1.0, "fc.b": 2.0}, "epoch": 3}
+    assert plain(tree_made_of(tmp_path, filled(source), to="torch", map=maps, forward=True)) == source
 
 
 @pytest.mark.parametrize("names", [["w"], ["w", "b"]])
@@ -337,8 +322,7 @@ def test_parameters_are_not_put_together_with_what_an_optimizer_does_not_train(
         with pytest.raises(MapError, match="both would be made of parameters of an optimizer and of"):
             reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", **how)
         return
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", **how)
-    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    loaded = transformed(tmp_path / "x.pt", tmp_path / "dst", **how)
     assert loaded["optim"]["param_groups"][0]["params"] == ["both"]
 
 
@@ -363,8 +347,7 @@ def test_an_optimizer_all_of_whose_parameters_are_left_out_has_none(tmp_path: Pa
     how: dict[str, Any] = {"to": "torch", "exclude": exclude, "overwrite": True}
     for further in ({}, {"map": "model.{p*} <=> net.{p*}", "forward": True}):
         left = exclude.replace("model", "net") if further else exclude
-        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", **(how | {"exclude": left}), **further)
-        loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+        loaded = transformed(tmp_path / "x.pt", tmp_path / "dst", **(how | {"exclude": left}), **further)
         assert loaded["optimizer"]["param_groups"][0]["params"] == []
     reshard_mpi.transform(tmp_path / "dst", tmp_path / "again", to="torch", include="*w")
 
@@ -385,8 +368,7 @@ def test_a_numbered_optimizer_of_a_model_whose_dictionary_goes_has_names_of_none
     maps = ["model.{p*} <=> {p*}", "{p*} <=> model.{p*}"]
     with pytest.raises(MapError, match="would be those of no dictionary"):
         reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", map=maps, forward=True)
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", map=maps[0], forward=True)
-    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")  # whole names
+    loaded = transformed(tmp_path / "x.pt", tmp_path / "dst", to="torch", map=maps[0], forward=True)  # whole names
     assert [*loaded["optim"]["state"]] == ["model.q", "k"] and {"model.q", "k"} < loaded.keys()
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import count, permutations, product
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support import torch_peer
-from support.checkpoints import sample
 from support.examples import few, one_at_a_time
+from support.torch_runs import array_of, stored, transformed, tree_made_of, tree_of
 
 import reshard_mpi
 from reshard_mpi.errors import MapError
@@ -18,16 +18,14 @@ from reshard_mpi.errors import MapError
 NAMES = ("a.w", "b.w", "c.w")
 RATES = dict(zip(NAMES, (0.1, 0.2, 0.3)))
 SWAP = {"a.w": "b.w", "b.w": "a.w", "c.w": "d.w"}  # what becomes of each
-_keys = count()
 
 
 def tensor(value: float) -> Any:
-    return torch_peer.tensor(sample("", np.full((2, 2), value, np.float32)), str(next(_keys)))
+    return stored(np.full((2, 2), value, np.float32))
 
 
 def value_of(stored: Any) -> float:
-    content = torch_peer.sample_of("", stored)
-    return float(np.frombuffer(content.content, content.dtype.name)[0])
+    return float(array_of(stored).flat[0])
 
 
 def nested(names: dict[str, str], *, is_flat: bool, has_state: bool) -> dict[str, Any]:
@@ -114,7 +112,7 @@ def test_parameters_of_different_settings_are_not_put_together(tmp_path: Path, i
     m = "" if like else "model."
     (tmp_path / "map.toml").write_text(f'[[map]]\neq = "{m}a.w [x y], {m}b.w [z y] <=> {m}ab.w [(x + z) y]"\n')
     merged = tmp_path / "like.pt"
-    tensors = {"ab.w": torch_peer.tensor(sample("", np.zeros((4, 2), np.float32)), "k"), "c.w": tensor(2)}
+    tensors = {"ab.w": stored(np.zeros((4, 2), np.float32)), "c.w": tensor(2)}
     optimizer = nested({"a.w": "ab.w", "c.w": "c.w"}, is_flat=is_flat, has_state=False)
     torch_peer.save(merged, {"model": tensors, "optim": optimizer})
     with pytest.raises(MapError, match="parameters that the optimizer treats differently are put together"):
@@ -164,7 +162,7 @@ def test_state_of_a_parameter_beside_one_that_is_called_like_it(
     except MapError:
         assert like or "optimizer" in other  # where names still leave a doubt
         return
-    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    loaded = tree_of(tmp_path / "dst")
     (group,) = loaded["optim"]["param_groups"]
     key_of = dict(zip(group["param_names" if like else "params"], group["params"]))
     for name, number in ((one, 1), (other, 0)):
@@ -194,8 +192,7 @@ def test_optimizers_of_stages_are_joined(
     (tmp_path / "stages.toml").write_text('mesh = { data = 1 }\nstages = 2\n[[parameter]]\nmatch = "*"\n')
     report = reshard_mpi.transform(tmp_path / "src", tmp_path / "between", tmp_path / "stages.toml", to=between)
     assert any("differs from the one taken" in note for note in report.notes) == (seeds == (3, 4))
-    reshard_mpi.transform(tmp_path / "between", tmp_path / "dst", to="torch")
-    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    loaded = transformed(tmp_path / "between", tmp_path / "dst", to="torch")
     assert loaded["seed"] == 3
     for stage, name in enumerate(("a.w", "b.w")):
         assert value_of(loaded["model"][name]) == stage
@@ -215,10 +212,14 @@ def test_a_parameter_with_state_of_its_own_is_no_state_of_another(tmp_path: Path
     state = {number: {"exp_avg": tensor(10 + number)} for number in range(2)}
     groups = [{"lr": 0.5, "params": [0, 1], "param_names": [*names]}]
     model = {name: tensor(number) for number, name in enumerate(names)}
-    torch_peer.save(tmp_path / "x.pt", {"model": model, "optim": {"state": state, "param_groups": groups}})
     equation = f"model.{names[0]} <=> model.new"
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", map=equation, forward=True)
-    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    loaded = tree_made_of(
+        tmp_path,
+        {"model": model, "optim": {"state": state, "param_groups": groups}},
+        to="torch",
+        map=equation,
+        forward=True,
+    )
     assert {name: value_of(value) for name, value in loaded["model"].items()} == {"new": 0, names[1]: 1}
     held = {name: value_of(own["exp_avg"]) for name, own in loaded["optim"]["state"].items()}
     assert held == {"new": 10, names[1]: 11}
@@ -261,8 +262,7 @@ def test_settings_between_forms(tmp_path: Path, form: str, like: str, key: str) 
         for old, made in new.items()
     ]
     (tmp_path / "map.toml").write_text("".join(equations))
-    reshard_mpi.transform(src, tmp_path / "dst", to="torch", map=tmp_path / "map.toml", forward=True, like=template)
-    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    loaded = transformed(src, tmp_path / "dst", to="torch", map=tmp_path / "map.toml", forward=True, like=template)
     assert {name: value_of(value) for name, value in loaded["model"].items()} == {"c.w": 0, "d.w": 1}
     optimizer = loaded[key]
     for at, name in enumerate(("c.w", "d.w")):
@@ -290,7 +290,7 @@ def test_groups_of_a_second_optimizer_without_state_are_left_alone(tmp_path: Pat
 
     src, like = saved(tmp_path / "x.pt", [0.1, 0.2, 0.3]), saved(tmp_path / "like.pt", [0.9, 0.8, 0.7])
     report = reshard_mpi.transform(src, tmp_path / "dst", to="torch", map="{p*}.w <=> {p*}.w", like=like)
-    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    loaded = tree_of(tmp_path / "dst")
     assert [group["lr"] for group in loaded["one"]["param_groups"]] == [0.1]
     assert [group["lr"] for group in loaded["two"]["param_groups"]] == [0.8, 0.7]
     assert any("the settings of two.param_groups are those of" in note for note in report.notes)
@@ -301,7 +301,7 @@ def test_what_is_computed_of_settings_is_so_in_every_form(tmp_path: Path, form: 
     """MindSpore's powers of betas, and what is said of AdamW."""
     settings = {"lr": 0.25, "betas": (0.5, 0.75), "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False}
     name: Any = 0 if form == "numbers" else "fc.bias"
-    step = torch_peer.tensor(sample("", np.float32(3)), str(next(_keys)))
+    step = stored(np.float32(3))
     state = {"step": step, "exp_avg": tensor(1), "exp_avg_sq": tensor(2)}
     optimizer: dict[str, Any] = {"state": {name: state}, "param_groups": [{**settings, "params": [name]}]}
     if form == "flat":
@@ -327,7 +327,7 @@ def test_groups_without_state_go_by_their_names_or_stay(tmp_path: Path, are_name
     report = reshard_mpi.transform(
         tmp_path / "x.pt", tmp_path / "dst", to="torch", map=tmp_path / "map.toml", forward=True
     )
-    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optimizer"]["param_groups"]
+    loaded = tree_of(tmp_path / "dst")["optimizer"]["param_groups"]
     if are_named:
         assert [(group["lr"], group["params"]) for group in loaded] == [(0.1, ["b.w"]), (0.9, ["a.w"])]
         assert any("goes by names of parameters" in note for note in report.notes)
@@ -352,8 +352,7 @@ def test_lists_of_another_length_are_the_sources(tmp_path: Path) -> None:
 
     src = saved(tmp_path / "x.pt", 0.25, [3, 7], [1.0, 2.0], 2)
     like = saved(tmp_path / "like.pt", 0.001, [50], [9.0], 2)
-    reshard_mpi.transform(src, tmp_path / "dst", to="torch", map="{p*}.w <=> {p*}.w", like=like)
-    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    loaded = transformed(src, tmp_path / "dst", to="torch", map="{p*}.w <=> {p*}.w", like=like)
     assert [float(group["lr"]) for group in loaded["optimizer"]["param_groups"]] == [0.25, 0.25]
     assert loaded["scheduler"] == {"milestones": [3, 7], "base_lrs": [0.25, 0.25]}
     assert loaded["history"] == [1.0, 2.0]
@@ -378,8 +377,7 @@ def test_a_schedulers_values_by_group_are_the_sources_whatever_the_number_of_gro
         return path
 
     src, like = saved(tmp_path / "x.pt", 0.1, [0.0, 0.5]), saved(tmp_path / "like.pt", 0.9, [0.0])
-    reshard_mpi.transform(src, tmp_path / "dst", to="torch", map="{p*}.w <=> {p*}.w", like=like)
-    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    loaded = transformed(src, tmp_path / "dst", to="torch", map="{p*}.w <=> {p*}.w", like=like)
     inner = [{"base_lrs": [0.1]}, {"base_lrs": [0.1], "last_epoch": 1}]
     assert loaded["optimizer"]["param_groups"][0]["lr"] == 0.1
     assert loaded["scheduler"] == {"base_lrs": [0.1], "_schedulers": inner}
@@ -397,7 +395,7 @@ def test_unlike_values_of_a_scheduler_are_not_dealt_to_more_groups(tmp_path: Pat
 
     src, like = saved(tmp_path / "x.pt", [0.1, 0.2]), saved(tmp_path / "like.pt", [0.7, 0.8, 0.9])
     report = reshard_mpi.transform(src, tmp_path / "dst", to="torch", map="{p*}.w <=> {p*}.w", like=like)
-    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    loaded = tree_of(tmp_path / "dst")
     assert [group["lr"] for group in loaded["optimizer"]["param_groups"]] == [0.7, 0.8, 0.9]
     assert loaded["scheduler"] == {"base_lrs": [0.7, 0.8, 0.9]}
     assert any("nothing tells which group is which" in note for note in report.notes)
@@ -405,16 +403,15 @@ def test_unlike_values_of_a_scheduler_are_not_dealt_to_more_groups(tmp_path: Pat
 
 def test_settings_of_a_flat_optimizer_that_are_tensors_follow(tmp_path: Path) -> None:
     optimizer = {"state.a.w.exp_avg": tensor(1), "param_groups.a.w.lr": tensor(2), "param_groups.a.w.eps": 0.5}
-    torch_peer.save(tmp_path / "x.pt", {"a.w": tensor(0), "opt": optimizer})
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", map="a.w <=> b.w", forward=True)
-    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["opt"]
-    assert {*loaded} == {"state.b.w.exp_avg", "param_groups.b.w.lr", "param_groups.b.w.eps"}
+    saved = {"a.w": tensor(0), "opt": optimizer}
+    loaded = tree_made_of(tmp_path, saved, to="torch", map="a.w <=> b.w", forward=True)
+    assert {*loaded["opt"]} == {"state.b.w.exp_avg", "param_groups.b.w.lr", "param_groups.b.w.eps"}
 
 
 @pytest.mark.parametrize("left", few(1, ["state.a.w.step", "param_groups.a.w.lr"]))
 def test_single_numbers_of_a_renamed_parameter_do_not_stay(tmp_path: Path, left: str) -> None:
     """Its state has equations, since its names lack what the model's begin with; a count or rate has none."""
-    single = torch_peer.tensor(sample("", np.array(3, np.float32)), str(next(_keys)))
+    single = stored(np.array(3, np.float32))
     optimizer = {"state.a.w.exp_avg": tensor(1), left: single, "param_groups.a.w.eps": 0.5}
     torch_peer.save(tmp_path / "x.pt", {"model": {"a.w": tensor(0)}, "optim": optimizer})
     asked: dict[str, Any] = {"to": "torch", "map": tmp_path / "map.toml", "forward": True}
@@ -427,11 +424,9 @@ def test_single_numbers_of_a_renamed_parameter_do_not_stay(tmp_path: Path, left:
     with pytest.raises(MapError, match="would stay as it is"):
         mapped(("model.a.w", "model.b.w"), moment)
     mapped(("model.a.w [a b]", "net.a.w [b a]"), ("optim.state.a.w.exp_avg [a b]", "optim.state.a.w.exp_avg [b a]"))
-    assert {*torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optim"]} == optimizer.keys()
+    assert {*tree_of(tmp_path / "dst")["optim"]} == optimizer.keys()
     mapped(("model.a.w", "model.b.w"), moment, (f"optim.{left}", f"optim.{left.replace('.a.', '.b.')}"))
-    assert {*torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optim"]} == {
-        key.replace(".a.", ".b.") for key in optimizer
-    }
+    assert {*tree_of(tmp_path / "dst")["optim"]} == {key.replace(".a.", ".b.") for key in optimizer}
 
 
 @pytest.mark.parametrize("form", few(1, FORMS))
@@ -443,10 +438,9 @@ def test_a_parameter_that_is_left_out_is_in_no_group(tmp_path: Path, form: str, 
         equations += [("optim.state.a.w.exp_avg", "optim.state.new.w.exp_avg")]
     (tmp_path / "map.toml").write_text("".join(f'[[map]]\neq = "{old} <=> {new}"\n' for old, new in equations))
     globs = [excluded, "optim.state.b.w.exp_avg"]
-    reshard_mpi.transform(
+    optimizer = transformed(
         tmp_path / "x.pt", tmp_path / "dst", to="torch", map=tmp_path / "map.toml", forward=True, exclude=globs
-    )
-    optimizer = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optim"]
+    )["optim"]
     if form == "flat":
         assert {*optimizer} == {"state.new.w.exp_avg", "state.new.w.note", "param_groups.new.w.lr"}
     else:
@@ -517,9 +511,7 @@ def test_what_is_not_included_is_excluded(tmp_path: Path, form: str) -> None:
         if form != "numbers":
             reshard_mpi.transform(tmp_path / "x.pt", tmp_path / f"dst{number}", **chosen)
     if form != "numbers":
-        first, second = (
-            torch_peer.load(tmp_path / f"dst{number}/rank_0/checkpoint_0.pt")["optim"] for number in range(2)
-        )
+        first, second = (tree_of(tmp_path / f"dst{number}")["optim"] for number in range(2))
         assert first.keys() == second.keys()
         if form == "names":
             assert first["param_groups"][0]["params"] == second["param_groups"][0]["params"] == ["a.w"]
@@ -534,9 +526,9 @@ def test_numbers_of_two_optimizers_do_not_outlive_a_part_of_a_model(tmp_path: Pa
         of_form(tmp_path / "y.pt", ("a.w", "b.w"), "optim", "numbers", own=True)
         one = torch_peer.load(tmp_path / "y.pt")
         for number, state in one["optim"]["state"].items():
-            state["exp_avg"] = torch_peer.tensor(sample("", np.full(2, number, np.float32)), f"{key}{number}")
+            state["exp_avg"] = stored(np.full(2, number, np.float32))
         for number, name in enumerate(one["model"]):
-            one["model"][name] = torch_peer.tensor(sample("", np.full(2, number, np.float32)), f"{key}{name}")
+            one["model"][name] = stored(np.full(2, number, np.float32))
         for group in one["optim"]["param_groups"] * (not is_named):
             del group["param_names"]
         tree |= {key: one["model"], f"opt_{key}": one["optim"]}
@@ -553,8 +545,7 @@ def test_state_goes_with_a_parameter_that_has_a_word_for_state_in_its_name(
     tmp_path: Path, name: str, form: str
 ) -> None:
     of_form(tmp_path / "x.pt", (name, "a.w"), "optim", form, own=True)
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", exclude=[f"model.{name}"])
-    made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    made = transformed(tmp_path / "x.pt", tmp_path / "dst", to="torch", exclude=[f"model.{name}"])
     assert [*made["model"]] == ["a.w"] and name not in str(made["optim"])
 
 
@@ -565,13 +556,12 @@ def test_a_parameter_gets_the_name_of_a_module_whose_others_go_elsewhere(tmp_pat
     keys = [0, 1] if form == "numbers" else names
     state = {key: {"exp_avg": tensor(10 + at), "exp_avg_sq": tensor(20 + at)} for at, key in enumerate(keys)}
     optimizer = {"state": state, "param_groups": [{"lr": 0.5, "params": keys, "param_names": names}]}
-    torch_peer.save(tmp_path / "x.pt", {"model": {name: tensor(0) for name in names}, "optimizer": optimizer})
     begin = "model." if form == "numbers" else ""  # the names below `model.` go for a whole training by names
     pairs = [(f"{begin}a.c", f"{begin}a"), (f"{begin}a.b", f"{begin}x")]
     (tmp_path / "map.toml").write_text("".join(f'[[map]]\neq = "{old} <=> {new}"\n' for old, new in pairs))
     how: dict[str, Any] = {"to": "torch", "map": tmp_path / "map.toml", "forward": True}
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", **how)
-    made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optimizer"]["state"]
+    saved = {"model": {name: tensor(0) for name in names}, "optimizer": optimizer}
+    made = tree_made_of(tmp_path, saved, **how)["optimizer"]["state"]
     found = {name: {kind: value_of(moment) for kind, moment in moments.items()} for name, moments in made.items()}
     assert found == {"a": {"exp_avg": 11, "exp_avg_sq": 21}, "x": {"exp_avg": 10, "exp_avg_sq": 20}}
 
@@ -586,7 +576,7 @@ def test_without_a_map_a_parameter_that_is_left_out_is_in_no_group_by_names(
     globs = [*(["model.b.w"] if left == ["a.w"] else []), "optim.state.1.*"] if form == "numbers" else [excluded]
     reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", exclude=globs)
     before = torch_peer.load(tmp_path / "x.pt")["optim"]
-    optimizer = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optim"]
+    optimizer = tree_of(tmp_path / "dst")["optim"]
     if form == "flat":
         assert [name for name in ("a.w", "b.w") if f"param_groups.{name}.lr" in optimizer] == left
     elif form == "names":
@@ -614,8 +604,7 @@ def test_a_copy_of_parameters_that_are_treated_differently_is_refused(tmp_path: 
     asked: dict[str, Any] = {"to": "torch", "map": tmp_path / "map.toml", "forward": True}
     with pytest.raises(MapError, match="treats differently"):
         reshard_mpi.transform(tmp_path / "0.pt", tmp_path / "dst", **asked)
-    reshard_mpi.transform(tmp_path / "1.pt", tmp_path / "dst", **asked)
-    optimizer = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optim"]
+    optimizer = transformed(tmp_path / "1.pt", tmp_path / "dst", **asked)["optim"]
     assert [*optimizer["state"]] == optimizer["param_groups"][0]["params"] == ["tied"]
 
 
@@ -644,7 +633,7 @@ def test_steps_that_are_plain_numbers_are_counted(tmp_path: Path, form: str, ste
 
 @pytest.mark.parametrize("rates", ["tensor", "unlike"])
 def test_a_number_that_a_setting_does_not_give_is_told(tmp_path: Path, rates: str) -> None:
-    single = torch_peer.tensor(sample("", np.array(0.5, np.float32)), str(next(_keys)))
+    single = stored(np.array(0.5, np.float32))
     state = {at: {"exp_avg": tensor(1), "exp_avg_sq": tensor(2)} for at in (0, 1)}
     groups: list[dict[str, Any]] = [{"lr": single, "params": [0, 1], "param_names": ["a.bias", "b.bias"]}]
     if rates == "unlike":
@@ -678,7 +667,7 @@ def test_powers_are_checked_in_a_chain_too(tmp_path: Path) -> None:
 
     def saved(name: str, path: Path, beta: float) -> Path:
         group = {"lr": 0.25, "betas": (beta, 0.75), "params": [0]}
-        step = torch_peer.tensor(sample("", np.float32(3)), str(next(_keys)))
+        step = stored(np.float32(3))
         optimizer = {
             "state": {0: {"step": step, "exp_avg": tensor(1), "exp_avg_sq": tensor(2)}},
             "param_groups": [group],
@@ -703,10 +692,9 @@ def test_a_parameter_whose_name_ends_anothers_has_its_own_settings(tmp_path: Pat
     template = of_form(tmp_path / "like.pt", names, "optimizer", like, own=False)
     state = '[[map]]\neq = "optimizer.state.{p*}.exp_avg <=> optimizer.state.{p*}.exp_avg"\n'
     (tmp_path / "map.toml").write_text('[[map]]\neq = "{p*}.w <=> model.{p*}.w"\n' + state)
-    reshard_mpi.transform(
+    optimizer = transformed(
         tmp_path / "x.pt", tmp_path / "dst", to="torch", map=tmp_path / "map.toml", forward=True, like=template
-    )
-    optimizer = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optimizer"]
+    )["optimizer"]
     for at, name in enumerate(names):
         if like == "flat":
             rate, note = (optimizer[key] for key in (f"param_groups.{name}.lr", f"state.{name}.note"))
@@ -717,7 +705,7 @@ def test_a_parameter_whose_name_ends_anothers_has_its_own_settings(tmp_path: Pat
 
 def test_state_of_another_shape_does_not_stay_under_an_old_name(tmp_path: Path) -> None:
     """As Adafactor has it, of rows and columns; its names lack what the model's begin with."""
-    row = torch_peer.tensor(sample("", np.zeros(3, np.float32)), str(next(_keys)))
+    row = stored(np.zeros(3, np.float32))
     optimizer = {"state": {"a.w": {"exp_avg_sq_row": row}}, "param_groups": [{"lr": 0.5, "params": ["a.w"]}]}
     torch_peer.save(tmp_path / "x.pt", {"model": {"a.w": tensor(0)}, "optim": optimizer})
     for equation in ("model.a.w <=> model.b.w", "model.a.w [o i] <=> model.a.w [i o]"):
@@ -735,8 +723,7 @@ def test_names_of_a_part_that_is_called_as_the_model_is(tmp_path: Path, form: st
         for old, new in (("w", "head"), ("model.w", "model.w"), ("model.b", "model.b"))
     ]
     (tmp_path / "map.toml").write_text("".join(f'[[map]]\neq = "{old} <=> {new}"\n' for old, new in pairs))
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", map=tmp_path / "map.toml", forward=True)
-    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    loaded = transformed(tmp_path / "x.pt", tmp_path / "dst", to="torch", map=tmp_path / "map.toml", forward=True)
     for at, name in enumerate(("head", "model.w", "model.b")):
         assert value_of(loaded["model"][name]) == at
         if form == "flat":
@@ -751,9 +738,8 @@ def test_equations_of_some_state_leave_other_state_alone(tmp_path: Path) -> None
     of_form(tmp_path / "x.pt", ("a.w", "b.w"), "optim", "names", own=True)
     pairs = [(f"{begin}a.w{end}", f"{begin}c.w{end}") for begin, end in (("model.", ""), ("optim.state.", ".exp_avg"))]
     (tmp_path / "map.toml").write_text("".join(f'[[map]]\neq = "{old} <=> {new}"\n' for old, new in pairs))
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", map=tmp_path / "map.toml", forward=True)
-    optimizer = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optim"]
-    assert {name: state["note"] for name, state in optimizer["state"].items()} == {"c.w": 0, "b.w": 1}
+    made = transformed(tmp_path / "x.pt", tmp_path / "dst", to="torch", map=tmp_path / "map.toml", forward=True)
+    assert {name: state["note"] for name, state in made["optim"]["state"].items()} == {"c.w": 0, "b.w": 1}
 
 
 @pytest.mark.parametrize("groups", few(1, [1, 2]))
@@ -780,7 +766,7 @@ def test_the_only_optimizer_of_both_has_the_settings_of_the_source(
     notes = reshard_mpi.transform(
         source, tmp_path / "dst", to="torch", map=tmp_path / "map.toml", like=like, forward=True
     ).notes
-    optimizer = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optimizer"]
+    optimizer = tree_of(tmp_path / "dst")["optimizer"]
     is_told = has_state or groups == 1
     assert {group["lr"] for group in optimizer["param_groups"]} == {0.1 if is_told else 0.7}
     assert any("nothing tells which group is which" in note for note in notes) != is_told
@@ -802,8 +788,7 @@ def test_a_flat_optimizer_does_not_have_the_names_of_the_source(tmp_path: Path, 
         if like and "b.w" in names:
             continue
         folder = tmp_path / names[1]
-        reshard_mpi.transform(source, folder, to="torch", map=equation, forward=True, **asked)
-        optimizer = torch_peer.load(folder / "rank_0/checkpoint_0.pt")["optim"]
+        optimizer = transformed(source, folder, to="torch", map=equation, forward=True, **asked)["optim"]
         told = [] if "new.w" in names and not like else [*names]
         assert {key: optimizer[key] for key in optimizer if key.startswith("param_groups")} == {
             f"param_groups.{name}.param_names": told for name in names
@@ -818,8 +803,7 @@ def test_flat_optimizers_of_stages_do_not_have_the_names_of_one_stage(tmp_path: 
         model = {name: tensor(stage) for name in names}
         torch_peer.save(tmp_path / "src" / f"rank_{stage}" / "x.pt", {"model": model, "optim": optimizer})
     (tmp_path / "stages.toml").write_text('mesh = { data = 1 }\nstages = 2\n[[parameter]]\nmatch = "*"\n')
-    reshard_mpi.transform(tmp_path / "src", tmp_path / "dst", tmp_path / "stages.toml", to="torch")
-    optimizer = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optim"]
+    optimizer = transformed(tmp_path / "src", tmp_path / "dst", tmp_path / "stages.toml", to="torch")["optim"]
     assert optimizer == {
         f"param_groups.l{at}.{key}": value for key, value in (("param_names", []), ("lr", 0.5)) for at in range(4)
     }
@@ -842,7 +826,7 @@ def test_state_is_not_left_out_with_a_parameter_whose_name_stands_in_its_own(
         asked |= {"map": tmp_path / "map.toml", "forward": True}
     report = reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", **asked)
     name = "a" if way == "exclude" else "b"
-    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    loaded = tree_of(tmp_path / "dst")
     assert {*loaded["model"]} == {"model.fc", name}
     held = loaded["optim"]
     moments = {
@@ -855,8 +839,7 @@ def test_state_is_not_left_out_with_a_parameter_whose_name_stands_in_its_own(
 
 def test_state_goes_with_the_parameter_that_its_optimizer_means(tmp_path: Path) -> None:
     of_form(tmp_path / "x.pt", ("model.fc", "fc"), "optim", "names", own=True)
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", exclude=["model.model.fc"])
-    held = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optim"]["state"]
+    held = transformed(tmp_path / "x.pt", tmp_path / "dst", to="torch", exclude=["model.model.fc"])["optim"]["state"]
     assert {name for name, state in held.items() if "exp_avg" in state} == {"fc"}
 
 
@@ -877,6 +860,4 @@ def test_groups_that_are_kept_otherwise_do_not_keep_old_names(tmp_path: Path, gr
         reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", **asked)
     assert not (tmp_path / "dst").exists()
     without = saved["optim"] | {"param_groups": [{"lr": 0.1}]}  # which names none
-    torch_peer.save(tmp_path / "x.pt", saved | {"optim": without})
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", **asked)
-    assert [*torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optim"]["state"]] == ["c.w"]
+    assert [*tree_made_of(tmp_path, saved | {"optim": without}, to="torch", **asked)["optim"]["state"]] == ["c.w"]

@@ -13,6 +13,7 @@ from support.checkpoints import sample, write_shard
 from support.command_line import done, run_here
 from support.examples import few, one_at_a_time
 from support.full_checkpoints import source_of
+from support.torch_runs import array_of, transformed, tree_of
 
 import reshard_mpi
 from reshard_mpi.errors import MapError, StrategyError
@@ -80,11 +81,7 @@ def training(
 
 
 def arrays_of(tensors: dict[str, Any]) -> dict[str, Array]:
-    made = {}
-    for name, value in tensors.items():
-        stored = torch_peer.sample_of(name, value)
-        made[name] = np.frombuffer(stored.content, stored.dtype.name).reshape(stored.shape)
-    return made
+    return {name: array_of(value) for name, value in tensors.items()}
 
 
 def converted(folder: Path, source: dict[str, Any], text: str = MAP, **options: Any) -> dict[str, Any]:
@@ -94,9 +91,9 @@ def converted(folder: Path, source: dict[str, Any], text: str = MAP, **options: 
     if isinstance(options.get("like"), dict):
         torch_peer.save(folder / "like.pt", options["like"])
         options["like"] = folder / "like.pt"
-    reshard_mpi.transform(folder / "source.pt", folder / "made", map=folder / "map.toml", overwrite=True, **options)
-    (path,) = (folder / "made").rglob("*.pt")
-    loaded: dict[str, Any] = torch_peer.load(path)
+    loaded: dict[str, Any] = transformed(
+        folder / "source.pt", folder / "made", map=folder / "map.toml", overwrite=True, **options
+    )
     return loaded
 
 
@@ -211,8 +208,7 @@ def test_lists_beside_an_optimizer_at_the_root(tmp_path: Path) -> None:
     reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "made", map="model.q <=> model.a", forward=True)
     masters = [tensor(moment(9, array)) for array in model.values()]
     torch_peer.save(tmp_path / "x.pt", {**source["optimizer"], "model": source["model"], "masters": masters})
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "other", map="model.q <=> model.a", forward=True)
-    made = torch_peer.load(tmp_path / "other" / "rank_0" / "checkpoint_0.pt")
+    made = transformed(tmp_path / "x.pt", tmp_path / "other", map="model.q <=> model.a", forward=True)
     assert made["param_groups"][0]["params"] == ["a", "0.weight", "1.weight"]
     assert all(
         np.array_equal(arrays_of({"w": own})["w"], moment(9, array))
@@ -298,7 +294,7 @@ def test_a_weight_that_is_tied_in_the_files_of_all_ranks_is_one_parameter(
             reshard_mpi.transform(*how, map=tmp_path / "map.toml")
     else:
         reshard_mpi.transform(*how, map=tmp_path / "map.toml")
-        made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+        made = tree_of(tmp_path / "dst")
         assert [*made["optimizer"]["state"]] == ["embed", "qk", "bias", "out.kernel"]
 
 
@@ -310,8 +306,7 @@ def test_an_optimizer_has_no_empty_entry_for_state_that_is_left_out(tmp_path: Pa
     exclude = exclude or "optimizer.state.0.*"
     if way == "no map":
         torch_peer.save(tmp_path / "x.pt", training())
-        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "made", exclude=exclude)
-        made = torch_peer.load(tmp_path / "made/rank_0/checkpoint_0.pt")
+        made = transformed(tmp_path / "x.pt", tmp_path / "made", exclude=exclude)
     else:
         begin = "" if way == "like" else "model."
         text = f'[[map]]\neq = "{begin}{{p*}} <=> {begin}{{p*}}"\n'
@@ -342,7 +337,7 @@ def test_ranks_with_settings_of_their_own_have_the_order_that_all_have(tmp_path:
             reshard_mpi.transform(*how, map=tmp_path / "map.toml")
         return
     reshard_mpi.transform(*how, map=tmp_path / "map.toml")
-    made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    made = tree_of(tmp_path / "dst")
     assert [*made["optimizer"]["state"]] == [f"net.{name}" for name in PARAMETERS]
     for number, name in enumerate(PARAMETERS):
         expected = np.concatenate([moment(number, model[name]) for model in models])
@@ -685,9 +680,8 @@ def test_numbers_become_those_of_the_target_and_back(tmp_path: Path, state: str)
 
     (path,) = (tmp_path / "there").rglob("*.ckpt")
     torch_peer.save(tmp_path / "like.pt", training(steps=0))
-    reshard_mpi.transform(path, tmp_path / "back", to="torch", map=tmp_path / "map.toml", like=tmp_path / "like.pt")
-    (path,) = (tmp_path / "back").rglob("*.pt")
-    again, source = torch_peer.load(path), training()
+    options["like"], source = tmp_path / "like.pt", training()
+    again = transformed(path, tmp_path / "back", to="torch", **options)
     for number, of_parameter in source["optimizer"]["state"].items():
         one, other = arrays_of(of_parameter), arrays_of(again["optimizer"]["state"][number])
         assert one.keys() == other.keys()
@@ -916,9 +910,7 @@ def test_names_in_the_optimizer_go_by_the_dictionary_that_several_maps_make(tmp_
     torch_peer.save(tmp_path / "x.pt", training())
     (tmp_path / "first.toml").write_text("[[map]]\neq = 'model.out.{p*} <=> model.last.{p*}'\n")
     maps = [tmp_path / "first.toml", then]
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "made", map=maps, forward=True)
-    (path,) = (tmp_path / "made").rglob("*.pt")
-    made = torch_peer.load(path)
+    made = transformed(tmp_path / "x.pt", tmp_path / "made", map=maps, forward=True)
     model = made["net"] if then.startswith("model") else made["net.model"]
     names = ["q", "k", "bias", "last.weight"]
     assert [*made["optimizer"]["state"]] == names == made["optimizer"]["param_groups"][0]["params"]
@@ -994,9 +986,7 @@ def test_an_empty_parameter_goes_through_several_maps(tmp_path: Path) -> None:
     model = {"q": Q[:12].reshape(4, 3), "empty": Q[:0].reshape(0, 3), "out": OUT[:6].reshape(2, 3)}
     torch_peer.save(tmp_path / "source.pt", training(model, tuple(model)))
     equations = ["model.{p*} [a b] <=> model.n.{p*} [b a]", "model.n.{p*} <=> model.m.{p*}"]
-    reshard_mpi.transform(tmp_path / "source.pt", tmp_path / "made", map=equations)
-    (path,) = (tmp_path / "made").rglob("*.pt")
-    made = torch_peer.load(path)
+    made = transformed(tmp_path / "source.pt", tmp_path / "made", map=equations)
     names = ["m.q", "m.empty", "m.out"]
     assert [*made["optimizer"]["state"]] == names == made["optimizer"]["param_groups"][0]["params"] == [*made["model"]]
     assert arrays_of(made["optimizer"]["state"]["m.empty"])["exp_avg"].shape == (3, 0)
@@ -1178,8 +1168,7 @@ def test_a_prefix_that_a_map_takes_off_is_not_taken_off_twice(tmp_path: Path, he
     names = [*model] if head == "head" else ["embed", "norm"]
     moments = {name for name in reshard_mpi.load_rank(0, tmp_path / "names") if name.endswith("exp_avg")}
     assert moments == {f"optimizer.state.{name}.exp_avg" for name in names}
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "torch", to="torch", **asked)
-    loaded = torch_peer.load(tmp_path / "torch/rank_0/checkpoint_0.pt")
+    loaded = transformed(tmp_path / "x.pt", tmp_path / "torch", to="torch", **asked)
     optimizer, tensors = loaded["optimizer"], loaded if head == "head" else loaded["model"]
     assert [*optimizer["state"]] == optimizer["param_groups"][0]["params"] == names
     assert {*names} <= tensors.keys()
@@ -1256,16 +1245,14 @@ def test_new_names_of_a_model_lie_in_one_dictionary(tmp_path: Path, has_optimize
     whole = training(model, tuple(model))
     torch_peer.save(tmp_path / "x.pt", whole if has_optimizer else {"model": whole["model"], "epoch": 3})
     asked: dict[str, Any] = {"map": "model.{p*} <=> {p*}", "forward": True}
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "torch", to="torch", **asked)
-    loaded = torch_peer.load(tmp_path / "torch/rank_0/checkpoint_0.pt")
+    loaded = transformed(tmp_path / "x.pt", tmp_path / "torch", to="torch", **asked)
     assert {*model} <= {*loaded} and "model" not in loaded
 
 
 def test_new_names_below_the_key_of_a_model_stay_there(tmp_path: Path) -> None:
     torch_peer.save(tmp_path / "x.pt", {"model": training()["model"], "epoch": 3})
     asked: dict[str, Any] = {"map": "model.{p*} <=> model.net.{p*}", "forward": True}
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "torch", to="torch", **asked)
-    loaded = torch_peer.load(tmp_path / "torch/rank_0/checkpoint_0.pt")
+    loaded = transformed(tmp_path / "x.pt", tmp_path / "torch", to="torch", **asked)
     assert [*loaded] == ["model", "epoch"] and [*loaded["model"]] == [f"net.{name}" for name in MODEL]
 
 
@@ -1355,8 +1342,7 @@ def test_a_tensor_that_is_called_as_state_is_behind_its_parameter(
     source |= {"loop": {"step": tensor(Q[:1].reshape(()))}} if "." in name else {name: tensor(MODEL["q"] * 2)}
     if way == "exclude":
         torch_peer.save(tmp_path / "x.pt", source)
-        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "made", exclude=name)
-        made = torch_peer.load(tmp_path / "made/rank_0/checkpoint_0.pt")
+        made = transformed(tmp_path / "x.pt", tmp_path / "made", exclude=name)
     else:
         entry = {"drop": f'drop = "{name}"\n', "equation": f'eq = "{name} <=> new"\n'}[way]
         text = f'[[map]]\n{entry}[[map]]\neq = "model.norm.running_mean <=> model.mean"\n'
@@ -1472,8 +1458,9 @@ def test_which_of_two_models_an_optimizer_with_names_is_of_is_told_or_asked(
         with pytest.raises(MapError, match=rf"cannot be told[^$]*{key}\. or model\.|model\. or {key}\."):
             converted(tmp_path, source, text)
     assert [*converted(tmp_path, source, text, exclude=f"{key}.*")["optimizer"]["state"]] == names
-    reshard_mpi.transform(tmp_path / "source.pt", tmp_path / "one", exclude=f"{key}.*")
-    assert {*torch_peer.load(tmp_path / "one/rank_0/checkpoint_0.pt")["optimizer"]["state"]} == {*range(4)}
+    assert {*transformed(tmp_path / "source.pt", tmp_path / "one", exclude=f"{key}.*")["optimizer"]["state"]} == {
+        *range(4)
+    }
 
 
 @pytest.mark.parametrize("names", [["fc.weight", "fc.bias"], ["0.weight", "1.bias"]])
@@ -1551,9 +1538,7 @@ def test_counters_of_parameters_that_a_later_map_takes_together(tmp_path: Path) 
     """They are equal, and one is taken for all: also where a map before has given the parameters their names."""
     torch_peer.save(tmp_path / "source.pt", training())
     maps = ["model.{p*} <=> {p*}", "q [a h], k [b h] <=> u [a h], v [b h]"]
-    reshard_mpi.transform(tmp_path / "source.pt", tmp_path / "made", map=maps, forward=True)
-    (path,) = (tmp_path / "made").rglob("*.pt")
-    state = torch_peer.load(path)["optimizer"]["state"]
+    state = transformed(tmp_path / "source.pt", tmp_path / "made", map=maps, forward=True)["optimizer"]["state"]
     assert np.array_equal(arrays_of(state["u"])["exp_avg"], moment(0, MODEL["q"]))
     assert np.array_equal(arrays_of(state["v"])["exp_avg"], moment(1, MODEL["k"]))
     assert arrays_of(state["u"])["step"] == arrays_of(state["v"])["step"] == 3
@@ -1577,8 +1562,7 @@ def test_an_optimizer_without_state_has_the_new_names_in_its_groups(
     torch_peer.save(tmp_path / "x.pt", {"model": model, "optimizer": optimizer})
     reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "src", to=kind)
     equation = "model.0.{p*} <=> model.net.{p*}" if are_numbered else "0.{p*} <=> net.{p*}"
-    reshard_mpi.transform(tmp_path / "src", tmp_path / "out", to="torch", map=equation, forward=True)
-    converted_tree = torch_peer.load(tmp_path / "out/rank_0/checkpoint_0.pt")
+    converted_tree = transformed(tmp_path / "src", tmp_path / "out", to="torch", map=equation, forward=True)
     assert [*converted_tree["model"]] == ["net.weight", "net.bias", "1.weight", "1.bias"]
     assert [group["params"] for group in converted_tree["optimizer"]["param_groups"]] == [
         ["net.weight", "net.bias"],

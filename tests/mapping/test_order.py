@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from support import torch_peer
-from support.checkpoints import sample
 from support.command_line import done
 from support.examples import few, one_at_a_time
+from support.torch_runs import array_of, stored, transformed, tree_of
 
 import reshard_mpi
 from reshard_mpi import formats
@@ -50,33 +50,23 @@ def moment(name: str) -> Array:
 def training(names: Iterable[str] = MODEL) -> dict[str, Any]:
     """Return what torch saves of a training: values among tensors, and a number beside state. names: in their order."""
     names = list(names)
-    keys = iter(range(100))
-
-    def tensor(array: Array) -> Any:
-        return torch_peer.tensor(sample("", array), str(next(keys)))
-
     state = {
-        number: {"step": tensor(np.array(3, np.float32)), "exp_avg": tensor(moment(name)), "note": number}
+        number: {"step": stored(np.array(3, np.float32)), "exp_avg": stored(moment(name)), "note": number}
         for number, name in enumerate(names)
     }
     groups = [{"lr": 0.5, "params": [*range(len(names))]}]
     return {
         "epoch": 3,
-        "model": {name: tensor(MODEL[name]) for name in names},
-        "seed": tensor(np.array(5, np.int64)),
+        "model": {name: stored(MODEL[name]) for name in names},
+        "seed": stored(np.array(5, np.int64)),
         "optimizer": {"state": state, "param_groups": groups},
-        "last": tensor(np.zeros(3, np.int8)),
+        "last": stored(np.zeros(3, np.int8)),
     }
 
 
 def keys_of(value: Any) -> Any:
     """Return all keys of nested dictionaries, in their order."""
     return [(key, keys_of(part)) for key, part in value.items()] if isinstance(value, dict) else None
-
-
-def array_of(value: Any) -> Array:
-    stored = torch_peer.sample_of("", value)
-    return np.frombuffer(stored.content, stored.dtype.name).reshape(stored.shape)
 
 
 def source(folder: Path) -> Path:
@@ -161,7 +151,7 @@ def test_state_without_a_tensor_goes_with_its_parameter(tmp_path: Path, like: bo
     """Such as a count of steps that is a plain number."""
 
     def saved(names: str, steps: Sequence[int]) -> dict[str, Any]:
-        model = {name: torch_peer.tensor(sample("", np.zeros(2, np.float32)), name) for name in names}
+        model = {name: stored(np.zeros(2, np.float32)) for name in names}
         state = {number: {"momentum_buffer": None, "step": step} for number, step in enumerate(steps)}
         return {
             "model": model,
@@ -174,9 +164,8 @@ def test_state_without_a_tensor_goes_with_its_parameter(tmp_path: Path, like: bo
     equations = [f"[[map]]\neq = '{begin}{own} <=> {begin}{other}'\n" for own, other in zip("abc", "def")]
     (tmp_path / "map.toml").write_text("".join(equations))
     options = {"like": tmp_path / "like.pt"} if like else {}
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "out", to="torch", map=tmp_path / "map.toml", **options)
-    (path,) = (tmp_path / "out").rglob("*.pt")
-    state = torch_peer.load(path)["optimizer"]["state"]
+    how = {"to": "torch", "map": tmp_path / "map.toml", **options}
+    state = transformed(tmp_path / "x.pt", tmp_path / "out", **how)["optimizer"]["state"]
     names = dict(enumerate("edf")) if like else {name: name for name in "def"}
     assert {names[key]: each["step"] for key, each in state.items()} == {"d": 1, "e": 2, "f": 3}
 
@@ -191,8 +180,7 @@ def test_names_in_the_file_need_no_order(tmp_path: Path) -> None:
     (tmp_path / "map.toml").write_text(MAP)
     report = reshard_mpi.transform(between, tmp_path / "back", to="torch", map=tmp_path / "map.toml")
     assert "cannot be seen" not in " ".join(report.notes)
-    (path,) = (tmp_path / "back").rglob("*.pt")
-    state = torch_peer.load(path)["optimizer"]["state"]
+    state = tree_of(tmp_path / "back")["optimizer"]["state"]
     assert all(np.array_equal(array_of(state[f"net.{name}"]["exp_avg"]), moment(name)) for name in MODEL)
 
 
@@ -281,8 +269,7 @@ def test_a_forged_order_is_refused(tmp_path: Path, order: str) -> None:
 def test_a_parameter_that_was_left_out_before_leaves_a_doubt(tmp_path: Path, form: str) -> None:
     """Another tensor that is no parameter would take its number."""
     saved = training()
-    keys = iter(range(100, 200))
-    saved["model"]["table"] = torch_peer.tensor(sample("", MODEL["a"]), str(next(keys)))
+    saved["model"]["table"] = stored(MODEL["a"])
     torch_peer.save(tmp_path / "x.pt", saved)
     between = made(tmp_path / "x.pt", tmp_path / "between", form, tmp_path, exclude=["model.b", "*.state.1.*"])
     (tmp_path / "map.toml").write_text(MAP)
@@ -294,7 +281,7 @@ def stage_files(folder: Path) -> Path:
     """Write what the stages of a pipeline have saved: the same dictionaries, each with tensors of its own."""
     for rank, names in enumerate(("db", "ac")):
         (folder / f"rank_{rank}").mkdir(parents=True)
-        model = {name: torch_peer.tensor(sample("", MODEL[name]), name) for name in names}
+        model = {name: stored(MODEL[name]) for name in names}
         torch_peer.save(folder / f"rank_{rank}" / "x.pt", {"model": model, "epoch": 3})
     return folder
 
@@ -308,8 +295,7 @@ def test_stages_that_others_have_saved_are_of_one_nest(tmp_path: Path, form: str
     report = reshard_mpi.transform(stage_files(tmp_path / "src"), tmp_path / "there", to=form, **cut, **there)
     assert not [note for note in report.notes if "differs" in note]
     again = {} if form != "torch" else cut
-    reshard_mpi.transform(tmp_path / "there", tmp_path / "back", to="torch", **again)
-    loaded = torch_peer.load(tmp_path / "back" / "rank_0" / "checkpoint_0.pt")
+    loaded = transformed(tmp_path / "there", tmp_path / "back", to="torch", **again)
     assert [*loaded] == ["model", "epoch"]
     assert sorted(loaded["model"]) == sorted(MODEL) and loaded["epoch"] == 3
 

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support import torch_peer
-from support.checkpoints import sample
 from support.examples import few
+from support.torch_runs import stored, transformed
 
 import reshard_mpi
 from reshard_mpi.errors import MapError
 
-_keys = count()
 KINDS = pytest.mark.parametrize("kind", few(2, ["a list", "lists of groups", "numbers", "texts", "beside state"]))
 TURNED = "model.{p*}.weight [o i] <=> model.{p*}.kernel [i o]"
 
 
 def tensor(*shape: int, value: float = 0) -> Any:
-    return torch_peer.tensor(sample("", np.full(shape, value, np.float32)), str(next(_keys)))
+    return stored(np.full(shape, value, np.float32))
 
 
 def in_order(kind: str, value: float = 0) -> tuple[dict[str, Any], str]:
@@ -60,15 +58,13 @@ def test_what_would_stay_while_the_parameters_go_is_refused(
 
 @KINDS
 def test_parameters_that_get_other_names_alone_keep_their_order(source: Path, kind: str, tmp_path: Path) -> None:
-    reshard_mpi.transform(source, tmp_path / "dst", map="model.{p*} <=> model.net.{p*}")
-    assert len(torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["model"]) == 4
+    assert len(transformed(source, tmp_path / "dst", map="model.{p*} <=> model.net.{p*}")["model"]) == 4
 
 
 @KINDS
 def test_what_equations_speak_of_or_is_left_out_is_not_refused(source: Path, kind: str, tmp_path: Path) -> None:
     begin = in_order(kind)[1]
-    reshard_mpi.transform(source, tmp_path / "out", map=TURNED, exclude=f"{begin}.*")
-    left = torch_peer.load(tmp_path / "out/rank_0/checkpoint_0.pt")
+    left = transformed(source, tmp_path / "out", map=TURNED, exclude=f"{begin}.*")
     assert {*left["model"]} == {"a.kernel", "a.bias", "b.kernel", "b.bias"}
     assert "shadow_params" not in left.get("ema", {}) and "fp32_from_fp16" not in left
     names = [name for name in reshard_mpi.inspect(source)["tensors"] if name.startswith(begin)]

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import torch_peer
 from support.examples import many
+from support.torch_runs import transformed
 
 import reshard_mpi
 from reshard_mpi.formats.dtypes import BY_NAME
@@ -144,8 +145,7 @@ def test_every_key_stays_in_its_place(training: Training, data: st.DataObject, h
         if has_map:
             (folder / "map.toml").write_text(MAP)
             options = {"map": folder / "map.toml", "forward": True}
-        reshard_mpi.transform(path, folder / "back", before, to="torch", **options)
-        loaded = torch_peer.load(folder / "back" / "rank_0" / "checkpoint_0.pt")
+        loaded = transformed(path, folder / "back", before, to="torch", **options)
     assert shown(loaded if not has_map else unmapped(loaded, training)) == shown(training.root)
 
 

@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import torch_peer
-from support.checkpoints import TARGETS, sample, write_ranks
+from support.checkpoints import TARGETS, write_ranks
 from support.command_line import done, refused, run_here
 from support.cut_checkpoints import DESCRIBED, KINDS, TYPES, assert_ranks, cut, in_floats, map_text
 from support.equations import Case, assert_same, cases, following, kinds, made_of
 from support.examples import few, many
 from support.full_checkpoints import assert_held, floats, held, map_of, source_of
+from support.torch_runs import array_of, stored, transformed
 
 import reshard_mpi
 from reshard_mpi import MapError, TargetError
@@ -218,20 +219,14 @@ def training(shapes: dict[str, tuple[int, ...]], *, groups_say_all: bool = True)
     model = {name: floats(*shape, first=100 * number_of[name]) for name, shape in shapes.items()}
     state = {
         number: {
-            "step": torch_peer.tensor(sample("", np.array(3, np.float32)), f"step{number}"),
-            "exp_avg": torch_peer.tensor(sample("", model[name] * 10 + 1), f"state{number}"),
+            "step": stored(np.array(3, np.float32)),
+            "exp_avg": stored(model[name] * 10 + 1),
         }
         for name, number in number_of.items()
     }
     group = {"lr": 0.5, "params": list(range(len(shapes) - (not groups_say_all)))}
-    tensors = {name: torch_peer.tensor(sample("", array), f"model{name}") for name, array in model.items()}
+    tensors = {name: stored(array) for name, array in model.items()}
     return {"model": tensors, "optimizer": {"state": state, "param_groups": [group]}, "epoch": 3}
-
-
-def value_of(stored: Any) -> Array:
-    """Return a tensor of a torch file as an array."""
-    kept = torch_peer.sample_of("", stored)
-    return np.frombuffer(kept.content, kept.dtype.name).reshape(kept.shape)
 
 
 TRAINED = {"q": (4, 3), "k": (2, 3), "bias": (2,), "out.weight": (2, 3)}
@@ -249,14 +244,13 @@ def test_numbered_state_follows_through_all(tmp_path: Path, options: dict[str, A
     torch_peer.save(tmp_path / "source.pt", training(TRAINED))
     maps = [map_of(tmp_path, JOINED_AND_TURNED), "model.{p*} <=> model.net.{p*}"]
     made = tmp_path / "made"
-    reshard_mpi.transform(tmp_path / "source.pt", made, map=maps, forward=True, **options)
-    loaded = torch_peer.load(made / "rank_0" / "checkpoint_0.pt")
+    loaded = transformed(tmp_path / "source.pt", made, map=maps, forward=True, **options)
     assert [*loaded["model"]] == ["net.qk", "net.bias", "net.out.kernel"]
     if "exclude" not in options:
         assert [*loaded["optimizer"]["state"]] == [*loaded["model"]]
         joined = np.concatenate([floats(4, 3) * 10 + 1, floats(2, 3, first=100) * 10 + 1])
         if not options:
-            assert np.array_equal(value_of(loaded["optimizer"]["state"]["net.qk"]["exp_avg"]), joined)
+            assert np.array_equal(array_of(loaded["optimizer"]["state"]["net.qk"]["exp_avg"]), joined)
 
 
 def test_the_last_is_like_another_checkpoint(tmp_path: Path) -> None:
@@ -264,18 +258,16 @@ def test_the_last_is_like_another_checkpoint(tmp_path: Path) -> None:
     torch_peer.save(tmp_path / "like.pt", training({"net.out.kernel": (3, 2), "net.bias": (2,), "net.qk": (6, 3)}))
     maps = [map_of(tmp_path, JOINED_AND_TURNED.replace("model.", "")), "{p*} <=> net.{p*}"]
     made = tmp_path / "made"
-    reshard_mpi.transform(tmp_path / "source.pt", made, map=maps, forward=True, like=tmp_path / "like.pt", verify=True)
-    loaded = torch_peer.load(made / "rank_0" / "checkpoint_0.pt")
+    loaded = transformed(tmp_path / "source.pt", made, map=maps, forward=True, like=tmp_path / "like.pt", verify=True)
     assert [*loaded["model"]] == ["net.out.kernel", "net.bias", "net.qk"]
-    state = {number: value_of(of_one["exp_avg"]) for number, of_one in loaded["optimizer"]["state"].items()}
+    state = {number: array_of(of_one["exp_avg"]) for number, of_one in loaded["optimizer"]["state"].items()}
     assert [*state] == [0, 1, 2] and np.array_equal(state[0], (floats(2, 3, first=300) * 10 + 1).T)
     joined = np.concatenate([floats(4, 3) * 10 + 1, floats(2, 3, first=100) * 10 + 1])
     assert np.array_equal(state[2], joined)
     back = tmp_path / "back"
-    reshard_mpi.transform(made, back, map=maps[::-1], reverse=True, like=tmp_path / "source.pt")
-    again = torch_peer.load(back / "rank_0" / "checkpoint_0.pt")
+    again = transformed(made, back, map=maps[::-1], reverse=True, like=tmp_path / "source.pt")
     for number, of_one in torch_peer.load(tmp_path / "source.pt")["optimizer"]["state"].items():
-        assert np.array_equal(value_of(of_one["exp_avg"]), value_of(again["optimizer"]["state"][number]["exp_avg"]))
+        assert np.array_equal(array_of(of_one["exp_avg"]), array_of(again["optimizer"]["state"][number]["exp_avg"]))
 
 
 def test_state_that_is_left_out_in_the_end_need_not_follow_on_the_way(tmp_path: Path) -> None:

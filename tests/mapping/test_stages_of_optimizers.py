@@ -5,25 +5,23 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support import torch_peer
-from support.checkpoints import sample
 from support.examples import few
+from support.torch_runs import stored, transformed, tree_of
 
 import reshard_mpi
 from reshard_mpi.errors import DisagreementError, StrategyError
 
-_keys = count()
 Groups = Sequence[Sequence[str]]  # the parameters of each
 
 
 def tensor(value: float = 0.0) -> Any:
-    return torch_peer.tensor(sample("", np.full((2, 2), value, np.float32)), str(next(_keys)))
+    return stored(np.full((2, 2), value, np.float32))
 
 
 def saved(folder: Path, stages: Sequence[Groups], settings: Callable[[str], dict[str, Any]], kind: type = dict) -> Path:
@@ -43,8 +41,7 @@ def saved(folder: Path, stages: Sequence[Groups], settings: Callable[[str], dict
 
 
 def joined(source: Path, folder: Path) -> Any:
-    reshard_mpi.transform(source, folder, source / "stages.toml", to="torch")
-    return torch_peer.load(folder / "rank_0/checkpoint_0.pt")["optim"]
+    return transformed(source, folder, source / "stages.toml", to="torch")["optim"]
 
 
 def test_a_parameter_is_in_one_group_by_way_of_other_stages(tmp_path: Path) -> None:
@@ -57,8 +54,7 @@ def test_a_parameter_is_in_one_group_by_way_of_other_stages(tmp_path: Path) -> N
     reshard_mpi.transform(
         source, tmp_path / "new", source / "stages.toml", dst_strategy=tmp_path / "new.toml", to="torch"
     )
-    reshard_mpi.transform(tmp_path / "new", tmp_path / "one", tmp_path / "new.toml", to="torch")
-    groups = torch_peer.load(tmp_path / "one/rank_0/checkpoint_0.pt")["optim"]["param_groups"]
+    groups = transformed(tmp_path / "new", tmp_path / "one", tmp_path / "new.toml", to="torch")["optim"]["param_groups"]
     assert sorted(name for group in groups for name in group["params"]) == ["a", "b", "c", "d", "h"]
 
 
@@ -116,7 +112,7 @@ def test_what_is_no_tensor_is_kept_of_every_stage_of_a_model_that_torch_says_mor
         torch_peer.save(tmp_path / f"rank_{stage}" / "x.pt", model)
     (tmp_path / "stages.toml").write_text("mesh = { data = 1 }\nstages = 2\n[[parameter]]\nmatch = '*'\n")
     report = reshard_mpi.transform(tmp_path, tmp_path / "dst", tmp_path / "stages.toml", to="torch")
-    whole = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    whole = tree_of(tmp_path / "dst")
     assert [whole[f"layers.{stage}._extra_state"] for stage in range(2)] == [{"amax": 0}, {"amax": 1}]
     names = ["layers.0.weight", "layers.1.weight"]
     assert [*whole["optim"]["state"]] == names
@@ -299,7 +295,7 @@ def test_optimizers_that_cannot_be_joined_are_refused(tmp_path: Path, optimizers
     assert "l1.exp_avg" in str(refused.value)
     (glob,) = re.findall(r"--exclude '(.*?)'", str(refused.value))
     report = reshard_mpi.transform(source, tmp_path / "dst", source / "stages.toml", to="torch", exclude=[glob])
-    assert {*torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["model"]} == {"embed", "l0", "l1"}
+    assert {*tree_of(tmp_path / "dst")["model"]} == {"embed", "l0", "l1"}
     assert any("optimizers of stages cannot be joined" in warning and why in warning for warning in report.warnings)
 
 
@@ -307,7 +303,7 @@ def test_a_key_that_is_no_name_keeps_the_first_value_of_its_dictionary_alone(tmp
     source = stages(tmp_path / "src", [of("l0"), of("l1")], [{0.5: 1, "of 0": 0}, {0.5: 2, "of 1": 1}])
     optimizer = joined(source, tmp_path / "dst")
     assert [group["params"] for group in optimizer["param_groups"]] == [["l0", "l1"]]
-    assert torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["more"] == [{0.5: 1, "of 0": 0}]
+    assert tree_of(tmp_path / "dst")["more"] == [{0.5: 1, "of 0": 0}]
 
 
 @pytest.mark.parametrize("is_reversed", [False, True])

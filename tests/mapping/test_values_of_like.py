@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support import torch_peer
-from support.checkpoints import sample
 from support.examples import few
+from support.torch_runs import stored, tree_made_of, tree_of
 
 import reshard_mpi
 from reshard_mpi.errors import MapError
 
-_keys = count()
-
 
 def tensor(value: float = 0.0) -> Any:
-    return torch_peer.tensor(sample("", np.full((2, 2), value, np.float32)), str(next(_keys)))
+    return stored(np.full((2, 2), value, np.float32))
 
 
 def grouped(rates: dict[str, float], *, form: str = "numbers") -> dict[str, Any]:
@@ -46,7 +43,7 @@ def carried(
         torch_peer.save(folder / name, values)
     asked: dict[str, Any] = {"to": "torch", "map": equations, "forward": True}
     report = reshard_mpi.transform(folder / "x.pt", folder / "dst", like=folder / "like.pt", **asked)
-    return torch_peer.load(folder / "dst/rank_0/checkpoint_0.pt"), report.notes
+    return tree_of(folder / "dst"), report.notes
 
 
 def training(rates: dict[str, float] | None = None, form: str = "numbers", **values: Any) -> dict[str, Any]:
@@ -112,29 +109,24 @@ def test_a_list_that_both_have_alike_is_none_by_group(tmp_path: Path) -> None:
 def test_what_state_has_of_no_parameter_is_the_sources(tmp_path: Path, is_like: bool) -> None:
     source, like = training(), training()
     source["optim"]["state"]["global"], like["optim"]["state"]["global"] = {"calls": 7}, {"calls": 1}
-    torch_peer.save(tmp_path / "x.pt", source)
     torch_peer.save(tmp_path / "like.pt", like)
     asked: dict[str, Any] = {"like": tmp_path / "like.pt"} if is_like else {}
     begin = "" if is_like else "model."
-    reshard_mpi.transform(
-        tmp_path / "x.pt", tmp_path / "dst", to="torch", map=f"{begin}a.w <=> {begin}a.w", forward=True, **asked
-    )
-    assert torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optim"]["state"]["global"] == {"calls": 7}
+    made = tree_made_of(tmp_path, source, to="torch", map=f"{begin}a.w <=> {begin}a.w", forward=True, **asked)
+    assert made["optim"]["state"]["global"] == {"calls": 7}
 
 
 @pytest.mark.parametrize("form", ["names", "flat"])
 def test_every_optimizer_of_a_file_gets_new_names(tmp_path: Path, form: str) -> None:
     source = training(second={} if form == "flat" else {"note": 1})
     source["second"] |= grouped({"a.w": 0.25}, form=form)
-    torch_peer.save(tmp_path / "x.pt", source)
     (tmp_path / "map.toml").write_text(
         "".join(
             f'[[map]]\neq = "{begin}a.w{end} <=> {begin}new.w{end}"\n'
             for begin, end in (("model.", ""), ("second.state.", ".exp_avg"))
         )
     )
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", map=tmp_path / "map.toml", forward=True)
-    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    loaded = tree_made_of(tmp_path, source, to="torch", map=tmp_path / "map.toml", forward=True)
     assert [*loaded["optim"]["state"]] == ["new.w"]
     if form == "flat":
         assert {*loaded["second"]} == {"state.new.w.exp_avg", "param_groups.new.w.lr"}
@@ -146,11 +138,9 @@ def test_every_optimizer_of_a_file_gets_new_names(tmp_path: Path, form: str) -> 
 @pytest.mark.parametrize("key", [0, "0"])
 def test_an_optimizer_below_a_number_has_state_that_follows(tmp_path: Path, key: Any) -> None:
     source = {"model": {"a.w": tensor(1)}, "optimizers": {key: grouped({"a.w": 0.5})}}
-    torch_peer.save(tmp_path / "x.pt", source)
-    reshard_mpi.transform(
-        tmp_path / "x.pt", tmp_path / "dst", to="torch", map="model.a.w <=> model.new.w", forward=True
-    )
-    loaded = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optimizers"][key]
+    loaded = tree_made_of(tmp_path, source, to="torch", map="model.a.w <=> model.new.w", forward=True)["optimizers"][
+        key
+    ]
     assert [*loaded["state"]] == ["new.w"] and [*loaded["state"]["new.w"]] == ["exp_avg"]
 
 
@@ -181,7 +171,7 @@ def test_extra_state_of_a_module_goes_where_its_tensors_go(tmp_path: Path, kind:
     report = reshard_mpi.transform(
         tmp_path / "x.pt", tmp_path / "dst", map=tmp_path / "map.toml", forward=True, **options
     )
-    (made,) = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt").values()
+    (made,) = tree_of(tmp_path / "dst").values()
     expected = with_extra_state(new, kind)
     assert made.keys() == expected.keys() and not report.warnings
     for name, number in new.items():
@@ -198,7 +188,7 @@ def test_extra_state_of_a_module_goes_where_its_tensors_go(tmp_path: Path, kind:
 @pytest.mark.parametrize("is_like", [False, True])
 def test_extra_state_of_modules_that_are_put_together_is_warned_of(tmp_path: Path, is_like: bool) -> None:
     torch_peer.save(tmp_path / "x.pt", {"model": with_extra_state({"a": 3, "b": 4}, "number")})
-    like = {"model": {"w": torch_peer.tensor(sample("", np.zeros((4, 2), np.float32)), str(next(_keys)))}}
+    like = {"model": {"w": stored(np.zeros((4, 2), np.float32))}}
     torch_peer.save(tmp_path / "like.pt", like)
     begin, options = ("", {"like": tmp_path / "like.pt"}) if is_like else ("model.", {})
     equation = f"{begin}a.weight [a h], {begin}b.weight [b h] <=> {begin}w [(a + b) h]"
@@ -214,7 +204,7 @@ def test_empty_extra_state_that_follows_no_module_is_left_out(tmp_path: Path) ->
     torch_peer.save(tmp_path / "x.pt", {"model": {**weights, **empty, "kept": None}})
     equation = "model.layers.lin.weight [(e h) k] <=> model.h.{e}.w [h k]"
     report = reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map=equation, forward=True, axis={"e": 2})
-    made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["model"]
+    made = tree_of(tmp_path / "dst")["model"]
     assert {*made} == {"h.0.w", "h.1.w", "norm.weight", "norm._extra_state", "kept"} and not report.warnings
 
 
@@ -226,12 +216,10 @@ def test_extra_state_of_a_module_without_tensors_goes_with_the_module_around_it(
         own = {f"{begin}{at}.core.a._extra_state": {"amax": value} for at, value in enumerate(values)}
         return {**{f"{begin}{at}.lin.weight": tensor(at) for at in range(2)}, "drop._extra_state": values[0], **own}
 
-    torch_peer.save(tmp_path / "x.pt", {"model": model("layers.", 3, 4)})
     torch_peer.save(tmp_path / "like.pt", {"model": model("blocks.", 8, 9)})
     begin, options = ("", {"like": tmp_path / "like.pt"}) if is_like else ("model.", {})
     equation = f"{begin}layers.{{p*}} <=> {begin}blocks.{{p*}}"
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map=equation, forward=True, **options)
-    made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["model"]
+    made = tree_made_of(tmp_path, {"model": model("layers.", 3, 4)}, map=equation, forward=True, **options)["model"]
     extra = {name: value for name, value in made.items() if name.endswith("_extra_state")}
     core = {f"blocks.{at}.core.a._extra_state": {"amax": 3 + at} for at in range(2)}
     assert extra == {"drop._extra_state": 3, **core}
@@ -251,7 +239,7 @@ def test_values_beside_the_tensors_of_a_module_go_where_these_go(tmp_path: Path,
     report = reshard_mpi.transform(
         tmp_path / "x.pt", tmp_path / "dst", map=f"{begin}{{p*}} <=> {begin}net.{{p*}}", forward=True, **options
     )
-    made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")
+    made = tree_of(tmp_path / "dst")
     values = {name: value for name, value in made["model"].items() if isinstance(value, int)}
     of_modules = {f"net.{at}.{key}": 3 + at for at in range(2) for key in ("bits", "sub.kind")}
     assert values == {**of_modules, "bits": 3, "a.b": 3} and not report.warnings
@@ -272,7 +260,7 @@ def test_values_of_modules_that_are_taken_apart_are_warned_of(tmp_path: Path, wa
     }[way]
     (tmp_path / "map.toml").write_text("".join(f'[[map]]\neq = "{each}"\n' for each in equations))
     report = reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map=tmp_path / "map.toml", forward=True)
-    made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["model"]
+    made = tree_of(tmp_path / "dst")["model"]
     if way == "exchanged":
         assert (made["b.bits"], made["a.bits"], made["b._extra_state"]) == (3, 4, 5) and not report.warnings
         return
@@ -285,26 +273,22 @@ def test_values_of_modules_that_are_taken_apart_are_warned_of(tmp_path: Path, wa
 def test_extra_state_that_the_source_has_none_for_is_that_of_like(tmp_path: Path, of_source: dict[str, Any]) -> None:
     """In the source another module, which goes elsewhere, may have the name."""
     source = {"a.weight": tensor(1), "b.weight": tensor(2), **of_source}
-    torch_peer.save(tmp_path / "x.pt", {"model": source})
     torch_peer.save(tmp_path / "like.pt", {"model": with_extra_state({"b": 8, "c": 9}, "number")})
     text = "".join(f'[[map]]\neq = "{old}.{{p*}} <=> {new}.{{p*}}"\n' for old, new in ("ab", "bc"))
     (tmp_path / "map.toml").write_text(text)
     options: Any = {"map": tmp_path / "map.toml", "like": tmp_path / "like.pt", "forward": True}
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", **options)
-    made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["model"]
+    made = tree_made_of(tmp_path, {"model": source}, **options)["model"]
     assert made["b._extra_state"] == 8 and made["c._extra_state"] == of_source.get("b._extra_state", 9)
 
 
 def test_extra_state_takes_the_place_of_another_that_has_a_tensor(tmp_path: Path) -> None:
     source = with_extra_state({"a": 3}, "number") | with_extra_state({"b": 4}, "beside a tensor")
     like = with_extra_state({"b": 8}, "number") | with_extra_state({"c": 9}, "beside a tensor")
-    torch_peer.save(tmp_path / "x.pt", {"model": source})
     torch_peer.save(tmp_path / "like.pt", {"model": like})
     text = "".join(f'[[map]]\neq = "{old}.{{p*}} <=> {new}.{{p*}}"\n' for old, new in ("ab", "bc"))
     (tmp_path / "map.toml").write_text(text)
     options: Any = {"map": tmp_path / "map.toml", "like": tmp_path / "like.pt", "forward": True}
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", **options)
-    made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["model"]
+    made = tree_made_of(tmp_path, {"model": source}, **options)["model"]
     assert made["b._extra_state"] == 3 and made["c._extra_state"]["c"] == 4
 
 
@@ -330,12 +314,10 @@ def test_an_excluded_parameter_is_none_of_those_whose_names_end_in_its_name(
                 optimizer |= {f"param_groups.{name}.lr": rate for name in group}
         return {**model, "optimizer": optimizer}
 
-    torch_peer.save(tmp_path / "x.pt", training(0.5, 0.25))
     torch_peer.save(tmp_path / "like.pt", training(7.0, 8.0))
     options: Any = {"map": "{p*}.w <=> {p*}.w", "forward": True, "exclude": ["head.w"]}
     options |= {"like": tmp_path / "like.pt"} if "like" in form else {}
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", **options)
-    made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optimizer"]
+    made = tree_made_of(tmp_path, training(0.5, 0.25), **options)["optimizer"]
     if form == "flat":
         rates = {key: value for key, value in made.items() if key.endswith(".lr")}
         expected = {f"param_groups.{other}.head.w.lr": 0.25 for other in others}
@@ -364,11 +346,9 @@ def test_what_torch_says_of_modules_goes_with_them(
     """The versions of modules: to one without a version load_state_dict gives values of an old one."""
     model = OrderedDict((f"net.{at}.{name}", tensor(at)) for at in range(2) for name in ("weight", "bias"))
     model._metadata = OrderedDict((name, {"version": version}) for name, version in VERSIONS.items())  # type: ignore[attr-defined]
-    torch_peer.save(tmp_path / "x.pt", {"model": model, "epoch": 3})
     equations = [f"model.{old}.{{p*}} <=> model.{new}.{{p*}}".replace("..", ".") for old, new in pairs.items()]
     (tmp_path / "map.toml").write_text("".join(f"[[map]]\neq = '{each}'\n" for each in equations))
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", map=tmp_path / "map.toml", forward=True)
-    made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["model"]
+    made = tree_made_of(tmp_path, {"model": model, "epoch": 3}, map=tmp_path / "map.toml", forward=True)["model"]
     assert {name: own["version"] for name, own in made._metadata.items()} == expected
 
 
@@ -389,11 +369,9 @@ def test_an_excluded_parameter_has_no_say_in_the_settings_of_its_group(tmp_path:
             },
         }
 
-    torch_peer.save(tmp_path / "x.pt", training({"norm.w": 0.5, "b.w": 0.25}, are_together=False))
     torch_peer.save(tmp_path / "like.pt", training({"norm.w": 7.0, "b.w": 7.0}, are_together=True))
     options: Any = {"map": "b.w <=> b.w", "forward": True, "exclude": ["norm.w"], "like": tmp_path / "like.pt"}
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", **options)
-    made = torch_peer.load(tmp_path / "dst/rank_0/checkpoint_0.pt")["optimizer"]
+    made = tree_made_of(tmp_path, training({"norm.w": 0.5, "b.w": 0.25}, are_together=False), **options)["optimizer"]
     assert [group["lr"] for group in made["param_groups"]] == [0.25]
 
 
@@ -407,7 +385,7 @@ def rates_made(
     (folder / "map.toml").write_text(text)
     how = (folder / "x.pt", folder / "dst")
     reshard_mpi.transform(*how, map=folder / "map.toml", like=folder / "like.pt", forward=True, **options)
-    groups = torch_peer.load(folder / "dst/rank_0/checkpoint_0.pt")["optim"]["param_groups"]
+    groups = tree_of(folder / "dst")["optim"]["param_groups"]
     return {name: group["lr"] for group in groups for name in group["params"]}
 
 

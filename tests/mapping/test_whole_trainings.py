@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support import torch_peer
-from support.checkpoints import sample, write_shard
+from support.checkpoints import write_shard
 from support.examples import few
+from support.torch_runs import stored, transformed, tree_of
 
 import reshard_mpi
 from reshard_mpi.errors import DisagreementError, MapError
@@ -29,22 +29,15 @@ RENAMED = {
 }
 
 
-KEYS = count()
-
-
-def tensor(array: Any) -> Any:
-    return torch_peer.tensor(sample("", np.asarray(array)), str(next(KEYS)))
-
-
 def training(*, state: bool = True) -> dict[str, Any]:
     """Return the training: moments are the weights times 10, and a buffer is not trained."""
-    moments = {name: {"step": tensor(np.float32(3)), "exp_avg": tensor(array * 10)} for name, array in WEIGHTS.items()}
+    moments = {name: {"step": stored(np.float32(3)), "exp_avg": stored(array * 10)} for name, array in WEIGHTS.items()}
     groups = [{"lr": 0.1, "params": [*WEIGHTS]}]
-    weights = {**{name: tensor(array) for name, array in WEIGHTS.items()}, "scale": tensor(np.ones(2, np.float32))}
+    weights = {**{name: stored(array) for name, array in WEIGHTS.items()}, "scale": stored(np.ones(2, np.float32))}
     return {
         "model": weights,
         "optimizer": {"state": moments if state else {}, "param_groups": groups},
-        "client_state": {"seen": tensor(np.arange(2)), "epoch": 4},
+        "client_state": {"seen": stored(np.arange(2)), "epoch": 4},
     }
 
 
@@ -68,7 +61,7 @@ def test_a_map_sees_the_names_below_the_model(tmp_path: Path, state: bool) -> No
             assert np.array_equal(found.pop(f"optimizer.state.{RENAMED[name]}.exp_avg"), array * 10)
             assert found.pop(f"optimizer.state.{RENAMED[name]}.step") == 3
     assert found.keys() == {"model.scale", "client_state.seen"}
-    loaded = torch_peer.load(dst / "rank_0/checkpoint_0.pt")
+    loaded = tree_of(dst)
     assert [*loaded["optimizer"]["param_groups"][0]["params"]] == [*RENAMED.values()]
     assert loaded["client_state"]["epoch"] == 4
 
@@ -86,9 +79,9 @@ def test_a_map_sees_the_names_below_the_model_though_it_fits_whole_names(
     tmp_path: Path, equation: str, renamed: dict[str, str], state: bool
 ) -> None:
     arrays = {name: np.arange(6, dtype=np.float32) + 10 * number for number, name in enumerate(renamed)}
-    moments = {name: {"exp_avg": tensor(array * 10)} for name, array in arrays.items()}
+    moments = {name: {"exp_avg": stored(array * 10)} for name, array in arrays.items()}
     source = {
-        "model": {name: tensor(array) for name, array in arrays.items()},
+        "model": {name: stored(array) for name, array in arrays.items()},
         "optimizer": {"state": moments if state else {}, "param_groups": [{"params": [*renamed]}]},
     }
     dst = converted(tmp_path, source, map=equation, forward=True, to="torch")
@@ -98,7 +91,7 @@ def test_a_map_sees_the_names_below_the_model_though_it_fits_whole_names(
     found = held(dst)
     assert found.keys() == expected.keys()
     assert all(np.array_equal(found[name], array) for name, array in expected.items())
-    loaded = torch_peer.load(dst / "rank_0/checkpoint_0.pt")
+    loaded = tree_of(dst)
     assert loaded["optimizer"]["param_groups"][0]["params"] == [*renamed.values()]
 
 
@@ -130,10 +123,10 @@ def test_a_refusal_is_no_reason_to_take_other_names(tmp_path: Path) -> None:
         '[[map]]\neq = "{p*} <=> net.{p*}"\n'
     )
     weights = {name: np.full((2, 3), value, np.float32) for value, name in enumerate(("q.w", "k.w", "n.w"))}
-    state = {name: {"exp_avg": tensor(array)} for name, array in weights.items()}
+    state = {name: {"exp_avg": stored(array)} for name, array in weights.items()}
     groups = [{"lr": 0.1, "params": ["q.w", "n.w"]}, {"lr": 0.2, "params": ["k.w"]}]
     source = {
-        "model": {name: tensor(array) for name, array in weights.items()},
+        "model": {name: stored(array) for name, array in weights.items()},
         "optimizer": {"state": state, "param_groups": groups},
     }
     with pytest.raises(MapError, match="treats differently"):
@@ -148,11 +141,11 @@ def test_what_lies_beside_the_model_is_taken_by_its_key_alone(tmp_path: Path, *,
     """Also where equations before a catch-all, or for other models, leave it nothing of the model."""
     weights = {name: np.full((2, 3), value, np.float32) for value, name in enumerate(("a.w", "b.w"))}
     source: dict[str, Any] = {
-        "model": {name: tensor(array) for name, array in weights.items()},
-        "ema": {"a.gamma": tensor(np.full((2, 3), 7, np.float32))},
-        "rng_state": tensor(np.arange(5, dtype=np.float32)),
+        "model": {name: stored(array) for name, array in weights.items()},
+        "ema": {"a.gamma": stored(np.full((2, 3), 7, np.float32))},
+        "rng_state": stored(np.arange(5, dtype=np.float32)),
     }
-    state = {name: {"exp_avg": tensor(array + 10)} for name, array in weights.items() if has_state}
+    state = {name: {"exp_avg": stored(array + 10)} for name, array in weights.items() if has_state}
     source["optimizer"] = {"state": state, "param_groups": [{"lr": 0.1, "params": list(weights)}]}
     renamed = "".join(f'[[map]]\neq = "{name}.w <=> {name}.v"\n' for name in "ab")
     others = {
@@ -172,7 +165,7 @@ def test_the_map_that_is_a_part_of_a_training_by_numbers_stays_so(tmp_path: Path
     """Numbers go by the order of names in the file, below which a map begins only with `like`."""
     numbered = training()
     numbered["optimizer"] = {
-        "state": {number: {"exp_avg": tensor(array * 10)} for number, array in enumerate(WEIGHTS.values())},
+        "state": {number: {"exp_avg": stored(array * 10)} for number, array in enumerate(WEIGHTS.values())},
         "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}],
     }
     del numbered["model"]["scale"]
@@ -220,9 +213,7 @@ def test_names_in_an_optimizer_stay_where_their_model_gets_another_key(
         optimizer = {f"state.{name}.{kind}": value for name, own in states for kind, value in own.items()}
         optimizer |= {f"param_groups.{name}.lr": 0.1 for name in WEIGHTS}
     saved["optim"] = optimizer
-    loaded = torch_peer.load(
-        converted(tmp_path, saved, map=equation, forward=True, to="torch") / "rank_0/checkpoint_0.pt"
-    )
+    loaded = tree_of(converted(tmp_path, saved, map=equation, forward=True, to="torch"))
     model = loaded[key] if key else loaded
     assert {*WEIGHTS} < model.keys()
     if form == "flat":
@@ -249,7 +240,7 @@ def test_names_in_an_optimizer_that_would_be_those_of_no_model_are_refused(
     saved |= {"net": saved.pop("model"), "epoch": 3}
     if not state and "deep" in equation:  # they are renamed
         dst = converted(tmp_path, saved, map=equation, forward=True, to="torch")
-        groups = torch_peer.load(dst / "rank_0/checkpoint_0.pt")["optimizer"]["param_groups"]
+        groups = tree_of(dst)["optimizer"]["param_groups"]
         assert groups[0]["params"] == [f"deep.{name}" for name in WEIGHTS]
         return
     with pytest.raises(MapError, match=problem):
@@ -279,13 +270,13 @@ def test_what_takes_any_name_takes_nothing_out_of_an_optimizer(tmp_path: Path, k
     if form == "plain":
         write_shard({name: np.asarray(array) for name, array in names.items()}, tmp_path / "x.safetensors")
     else:
-        optimizer: dict[str, Any] = {name: tensor(array) for name, array in {**state, **groups}.items()}
+        optimizer: dict[str, Any] = {name: stored(array) for name, array in {**state, **groups}.items()}
         if form == "flat":
             optimizer |= {name.replace(".lr", ".eps"): 0.5 for name in groups}
         if form == "names":
-            optimizer = {"state": {name: {"exp_avg": tensor(array * 10)} for name, array in WEIGHTS.items()}}
-            optimizer["param_groups"] = [{"lr": tensor(np.float32(0.5)), "params": [*WEIGHTS]}]
-        weights = {name: tensor(array) for name, array in WEIGHTS.items()}
+            optimizer = {"state": {name: {"exp_avg": stored(array * 10)} for name, array in WEIGHTS.items()}}
+            optimizer["param_groups"] = [{"lr": stored(np.float32(0.5)), "params": [*WEIGHTS]}]
+        weights = {name: stored(array) for name, array in WEIGHTS.items()}
         first, _, second = key.partition(".")
         saved = {first: {second: optimizer} if second else optimizer, **({model: weights} if model else weights)}
         torch_peer.save(tmp_path / "x.pt", saved)
@@ -325,11 +316,11 @@ def template(form: str) -> Any:
     renamed = [*RENAMED.values()]
     shapes = {new: WEIGHTS[name].shape for name, new in RENAMED.items()}
     model = {
-        **{name: tensor(np.zeros(shape, np.float32)) for name, shape in shapes.items()},
-        "scale": tensor(np.zeros(2)),
+        **{name: stored(np.zeros(shape, np.float32)) for name, shape in shapes.items()},
+        "scale": stored(np.zeros(2)),
     }
     states = [
-        {"step": tensor(np.float32(0)), "exp_avg": tensor(np.zeros(shape, np.float32))} for shape in shapes.values()
+        {"step": stored(np.float32(0)), "exp_avg": stored(np.zeros(shape, np.float32))} for shape in shapes.values()
     ]
     if form == "bare":
         return model
@@ -354,7 +345,7 @@ def test_the_target_is_nested_like_a_checkpoint(tmp_path: Path, form: str, direc
     options: dict[str, Any] = {"map": equation, direction: True, "like": tmp_path / "like.pt", "to": "torch"}
     has_state = form not in ("model", "bare")
     options["exclude"] = ["client_state.seen", *([] if has_state else ["optimizer.*"])]
-    loaded = torch_peer.load(converted(tmp_path, training(), **options) / "rank_0/checkpoint_0.pt")
+    loaded = tree_of(converted(tmp_path, training(), **options))
     model = loaded if form == "bare" else loaded["model"]
     expected = template(form)
     assert [*loaded] == [*expected]
@@ -380,7 +371,7 @@ def test_numbers_become_names_like_a_checkpoint(tmp_path: Path) -> None:
     torch_peer.save(tmp_path / "like.pt", template("names"))
     options: dict[str, Any] = {"map": RENAMING, "like": tmp_path / "like.pt", "to": "torch"}
     dst = converted(tmp_path, source, exclude=["client_state.seen"], **options)
-    loaded = torch_peer.load(dst / "rank_0/checkpoint_0.pt")
+    loaded = tree_of(dst)
     assert loaded["optimizer"]["param_groups"] == [{"lr": 0.1, "params": [*RENAMED.values()]}]
     assert {*loaded["optimizer"]["state"]} == {*RENAMED.values()}
 
@@ -394,16 +385,15 @@ def test_what_the_checkpoint_lacks_is_named_with_what_helps(tmp_path: Path) -> N
 @pytest.mark.parametrize("form", few(2, ["names", "flat", "none"]))
 @pytest.mark.parametrize("key", few(1, ["ema", "teacher"]))
 def test_what_lies_beside_the_model_stays_there(tmp_path: Path, key: str, form: str) -> None:
-    values = {"fc.w": tensor(np.ones((2, 3), np.float32)), "fc.b": tensor(np.zeros(3, np.float32))}
-    moment = tensor(np.full((2, 3), 2, np.float32))
+    values = {"fc.w": stored(np.ones((2, 3), np.float32)), "fc.b": stored(np.zeros(3, np.float32))}
+    moment = stored(np.full((2, 3), 2, np.float32))
     optimizer = {
         "names": {"state": {"fc.w": {"exp_avg": moment}}, "param_groups": [{"lr": 1.0, "params": ["fc.w"]}]},
         "flat": {"state.fc.w.exp_avg": moment, "param_groups.fc.w.lr": 1.0},
     }
     tree = {"model": dict(values), key: dict(values)} | ({"optimizer": optimizer[form]} if form in optimizer else {})
     torch_peer.save(tmp_path / "x.pt", tree)
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "out", map=f"{key}.{{p*}} <=> {key}.net.{{p*}}", forward=True)
-    converted = torch_peer.load(tmp_path / "out/rank_0/checkpoint_0.pt")
+    converted = transformed(tmp_path / "x.pt", tmp_path / "out", map=f"{key}.{{p*}} <=> {key}.net.{{p*}}", forward=True)
     assert {name: [*part] for name, part in converted.items() if name in ("model", key)} == {
         "model": ["fc.w", "fc.b"],
         key: ["net.fc.w", "net.fc.b"],
@@ -411,28 +401,31 @@ def test_what_lies_beside_the_model_stays_there(tmp_path: Path, key: str, form: 
 
 
 def test_an_equation_for_any_name_takes_the_model_and_nothing_beside_it(tmp_path: Path) -> None:
-    fc, moment = tensor(np.ones((2, 3), np.float32)), tensor(np.full((2, 3), 2, np.float32))
+    fc, moment = stored(np.ones((2, 3), np.float32)), stored(np.full((2, 3), 2, np.float32))
     optimizer = {"state": {"fc.w": {"exp_avg": moment}}, "param_groups": [{"lr": 1.0, "params": ["fc.w"]}]}
-    beside = {"rng_state": tensor(np.arange(5, dtype=np.uint8)), "scaler": {"scale": tensor(np.float32(8).reshape(()))}}
+    beside = {
+        "rng_state": stored(np.arange(5, dtype=np.uint8)),
+        "scaler": {"scale": stored(np.float32(8).reshape(()))},
+    }
     torch_peer.save(tmp_path / "x.pt", {"model": {"fc.w": fc}, "optimizer": optimizer, **beside})
     asked: dict[str, Any] = {"forward": True, "map": ["{p*} <=> net.{p*}", "{p*} <=> a.{p*}"]}
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "out", **asked)
-    converted = torch_peer.load(tmp_path / "out/rank_0/checkpoint_0.pt")
+    converted = transformed(tmp_path / "x.pt", tmp_path / "out", **asked)
     assert [*converted["model"]] == ["a.net.fc.w"] and [*converted["optimizer"]["state"]] == ["a.net.fc.w"]
     assert [*converted["scaler"]] == ["scale"] and "rng_state" in converted
     reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "hf", to="hf", **asked)
     with reshard_mpi.open(tmp_path / "hf") as checkpoint:
         assert [*checkpoint] == ["a.net.fc.w"]
     # By its own name it goes wherever an equation says.
-    reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "named", map="rng_state <=> seed", forward=True)
-    assert [*torch_peer.load(tmp_path / "named/rank_0/checkpoint_0.pt")["model"]] == ["fc.w"]
+    assert [*transformed(tmp_path / "x.pt", tmp_path / "named", map="rng_state <=> seed", forward=True)["model"]] == [
+        "fc.w"
+    ]
 
 
 def test_state_and_counts_for_mindspore_are_called_the_same_by_names_and_by_numbers(tmp_path: Path) -> None:
     shapes = {"0.weight": (2, 3), "0.bias": (2,), "1.weight": (4, 2), "1.bias": (4,)}
-    values = {name: tensor(np.full(shape, at, np.float32)) for at, (name, shape) in enumerate(shapes.items())}
-    moments = {name: tensor(np.full(shape, 7 + at, np.float32)) for at, (name, shape) in enumerate(shapes.items())}
-    step = tensor(np.float32(3).reshape(()))
+    values = {name: stored(np.full(shape, at, np.float32)) for at, (name, shape) in enumerate(shapes.items())}
+    moments = {name: stored(np.full(shape, 7 + at, np.float32)) for at, (name, shape) in enumerate(shapes.items())}
+    step = stored(np.float32(3).reshape(()))
     settings = {"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False}
     for keys, form in (([*values], "names"), ([*range(4)], "numbers")):
         states = {
@@ -448,7 +441,7 @@ def test_state_and_counts_for_mindspore_are_called_the_same_by_names_and_by_numb
 
 
 def test_state_is_left_out_with_a_parameter_that_a_map_renames(tmp_path: Path) -> None:
-    values = {name: tensor(np.full((2, 3), at, np.float32)) for at, name in enumerate(("model.a.w", "head.w"))}
+    values = {name: stored(np.full((2, 3), at, np.float32)) for at, name in enumerate(("model.a.w", "head.w"))}
     states = {name: {"exp_avg": value} for name, value in values.items()}
     optimizer = {"state": states, "param_groups": [{"lr": 1.0, "params": [*values]}]}
     torch_peer.save(tmp_path / "x.pt", {"model": dict(values), "optimizer": optimizer})
@@ -465,8 +458,8 @@ def two_networks(names: tuple[str, str], forms: tuple[str, str]) -> dict[str, An
     """Return a training of two networks of one parameter each; their optimizers go by names, flat or by numbers."""
     made: dict[str, Any] = {}
     for at, (key, name, form) in enumerate(zip(NETWORKS, names, forms)):
-        made[key] = {name: tensor(np.arange(6, dtype=np.float32).reshape(2, 3) + 10 * at)}
-        moment = tensor(np.arange(6, dtype=np.float32).reshape(2, 3) + 50 * (at + 1))
+        made[key] = {name: stored(np.arange(6, dtype=np.float32).reshape(2, 3) + 10 * at)}
+        moment = stored(np.arange(6, dtype=np.float32).reshape(2, 3) + 50 * (at + 1))
         own = 0 if form == "numbers" else name
         optimizer: dict[str, Any] = {"state": {own: {"exp_avg": moment}}}
         optimizer["param_groups"] = [{"lr": 0.1, "params": [own]} | ({"param_names": [name]} if own == 0 else {})]
@@ -478,7 +471,7 @@ def two_networks(names: tuple[str, str], forms: tuple[str, str]) -> dict[str, An
 
 def assert_own_names(folder: Path, *networks: str) -> None:
     """Assert that the optimizers of networks have the names of these."""
-    loaded = torch_peer.load(folder / "rank_0/checkpoint_0.pt")
+    loaded = tree_of(folder)
     for key in networks:
         optimizer, names = loaded[NETWORKS[key]], [*loaded[key]]
         if "state" in optimizer:
@@ -537,10 +530,10 @@ def test_what_takes_any_name_takes_the_model_with_or_without_state(tmp_path: Pat
         source["optimizer"] = {"state": {}, "param_groups": [{"params": ["fc.w"]}]}
     if not has_state and form == "flat":
         source["optimizer"] = {"param_groups.fc.w.lr": 0.1}
-    source |= {"teacher": {"proj.w": tensor(np.ones((2, 3), np.float32))}, "rng": tensor(np.arange(4))}
+    source |= {"teacher": {"proj.w": stored(np.ones((2, 3), np.float32))}, "rng": stored(np.arange(4))}
     for eq, new in (("{p*} <=> net.{p*}", "net.fc.w"), ("{p*}.w [o i] <=> {p*}.v [i o]", "fc.v")):
         dst = converted(tmp_path, source, map=eq, forward=True, to="torch", overwrite=True)
-        loaded = torch_peer.load(dst / "rank_0/checkpoint_0.pt")
+        loaded = tree_of(dst)
         assert loaded.keys() == source.keys() and [*loaded["model"]] == [new] and [*loaded["teacher"]] == ["proj.w"]
         if form == "names":
             assert loaded["optimizer"]["param_groups"][0]["params"] == [new]
@@ -550,15 +543,15 @@ def test_what_takes_any_name_takes_the_model_with_or_without_state(tmp_path: Pat
 @pytest.mark.parametrize("eq", few(2, ["{p*} <=> net.{p*}", "{p*} <=> {p*}.v", "fc.w <=> net.fc.w"]))
 def test_what_an_optimizer_has_besides_stays_in_it(tmp_path: Path, eq: str, form: str) -> None:
     """State of a parameter that is not in the model, as of a loss, an average in the optimizer, and a scale."""
-    moments = {name: {"exp_avg": tensor(np.ones((2, 3), np.float32) + at)} for at, name in enumerate(("fc.w", "temp"))}
+    moments = {name: {"exp_avg": stored(np.ones((2, 3), np.float32) + at)} for at, name in enumerate(("fc.w", "temp"))}
     optimizer: dict[str, Any] = {"state": moments, "param_groups": [{"lr": 0.1, "params": [*moments]}]}
     if form == "flat":
         optimizer = {f"state.{name}.exp_avg": own["exp_avg"] for name, own in moments.items()}
         optimizer |= {f"param_groups.{name}.lr": 0.1 for name in moments}
-    kept = {"loss_scale": tensor(np.float32(8)), "ema": {"fc.w": tensor(np.ones((2, 3), np.float32))}}
-    source = {"model": {"fc.w": tensor(np.zeros((2, 3), np.float32))}, "optimizer": optimizer | kept}
+    kept = {"loss_scale": stored(np.float32(8)), "ema": {"fc.w": stored(np.ones((2, 3), np.float32))}}
+    source = {"model": {"fc.w": stored(np.zeros((2, 3), np.float32))}, "optimizer": optimizer | kept}
     dst = converted(tmp_path, source, map=eq, forward=True, to="torch")
-    loaded = torch_peer.load(dst / "rank_0/checkpoint_0.pt")
+    loaded = tree_of(dst)
     (new,) = loaded["model"]
     assert new != "fc.w" and loaded.keys() == source.keys() and [*loaded["optimizer"]["ema"]] == [new]
     own = loaded["optimizer"]
@@ -571,11 +564,11 @@ def test_what_an_optimizer_has_besides_stays_in_it(tmp_path: Path, eq: str, form
 @pytest.mark.parametrize("has_more", [True, False])
 def test_what_lies_beside_the_model_may_get_another_key(tmp_path: Path, has_more: bool, form: str) -> None:
     source = {key: two_networks(("fc.w", "c.w"), (form, form))[key] for key in ("model", "optimizer")}
-    source |= {key: {"p.w": tensor(np.ones((2, 3), np.float32))} for key in ("ema", "teacher")}
+    source |= {key: {"p.w": stored(np.ones((2, 3), np.float32))} for key in ("ema", "teacher")}
     equations = ["ema.{p*} <=> model_ema.{p*}", "teacher.{p*} <=> other.{p*}", *(["fc.w <=> z.w"] if has_more else [])]
     (tmp_path / "m.toml").write_text("".join(f'[[map]]\neq = "{each}"\n' for each in equations))
     dst = converted(tmp_path, source, map=tmp_path / "m.toml", forward=True, to="torch")
-    loaded = torch_peer.load(dst / "rank_0/checkpoint_0.pt")
+    loaded = tree_of(dst)
     assert loaded.keys() == {"model", "optimizer", "model_ema", "other"}
     assert [*loaded["model"]] == ["z.w" if has_more else "fc.w"] and [*loaded["model_ema"]] == ["p.w"]
 
@@ -587,11 +580,11 @@ def mindspore_names(names: Iterable[str]) -> set[str]:
 def for_mindspore() -> dict[str, Any]:
     arrays = {name: np.arange(6, dtype=np.float32) for name in ("fc.w", "mlp.w", "lin.w")}
     state = {
-        name: {"step": tensor(np.float32(3)), "exp_avg": tensor(array), "exp_avg_sq": tensor(array)}
+        name: {"step": stored(np.float32(3)), "exp_avg": stored(array), "exp_avg_sq": stored(array)}
         for name, array in arrays.items()
     }
     groups = [{"lr": 0.1, "betas": (0.9, 0.99), "params": [*arrays]}]
-    model = {name: tensor(array) for name, array in arrays.items()}
+    model = {name: stored(array) for name, array in arrays.items()}
     return {"model": model, "optimizer": {"state": state, "param_groups": groups}}
 
 
@@ -643,8 +636,7 @@ def test_state_that_a_map_has_named_comes_back_and_follows(tmp_path: Path, state
     named = str(tmp_path / "states.toml") if states else "torch-mindspore"
     converted(tmp_path, for_mindspore(), map=named, forward=True, to=to)
     (tmp_path / "dst").rename(tmp_path / "there")
-    reshard_mpi.transform(tmp_path / "there", tmp_path / "back", map=named, reverse=True, to="torch")
-    found = torch_peer.load(tmp_path / "back/rank_0/checkpoint_0.pt")
+    found = transformed(tmp_path / "there", tmp_path / "back", map=named, reverse=True, to="torch")
     assert found["optimizer"]["state"].keys() == found["model"].keys() and found.keys() == {"model", "optimizer"}
     assert all(own.keys() == {"step", "exp_avg", "exp_avg_sq"} for own in found["optimizer"]["state"].values())
     reshard_mpi.transform(
@@ -679,7 +671,7 @@ def test_state_that_is_made_up_in_the_optimizer_lies_beside_the_other_of_its_par
     name, beside = (f"optimizer.state.{{p*}}.{key}" for key in ("max_exp_avg_sq", "exp_avg_sq"))
     (tmp_path / "map.toml").write_text(f'[[map]]\nfill = {{ name = "{name}", value = 0, beside = "{beside}" }}\n')
     dst = converted(tmp_path, for_mindspore(), map=tmp_path / "map.toml", forward=True, to="torch")
-    state = torch_peer.load(dst / "rank_0/checkpoint_0.pt")["optimizer"]["state"]
+    state = tree_of(dst)["optimizer"]["state"]
     assert state.keys() == for_mindspore()["model"].keys()
     assert all(own.keys() == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"} for own in state.values())
 
@@ -715,7 +707,7 @@ def test_what_is_left_out_has_its_name_in_the_target(
 def test_maps_of_what_lies_beside_the_model_change_nothing_in_it(
     tmp_path: Path, maps: list[str], beside: set[str]
 ) -> None:
-    source = training() | {"extra": {"a": {"v": tensor(np.ones(3, np.float32))}}, "rng": tensor(np.arange(3))}
+    source = training() | {"extra": {"a": {"v": stored(np.ones(3, np.float32))}}, "rng": stored(np.arange(3))}
     found = held(converted(tmp_path, source, map=maps, forward=True, to="torch"))
     names = [f"model.net.{name}" for name in (*WEIGHTS, "scale")]
     names += [f"optimizer.state.net.{name}.{key}" for name in WEIGHTS for key in ("step", "exp_avg")]
@@ -746,7 +738,7 @@ def test_equations_by_whole_names_apply_to_the_model_beside_others(tmp_path: Pat
 def test_what_is_made_up_beside_a_tensor_lies_where_that_does(tmp_path: Path, maps: list[str]) -> None:
     fill = 'fill = { name = "{p*}.seen", value = 0, shape = [], beside = "{p*}.mean", type = "int64" }'
     (tmp_path / "map.toml").write_text(f"[[map]]\n{fill}\n")
-    means = {"bn.mean": tensor(np.ones(3, np.float32))}
+    means = {"bn.mean": stored(np.ones(3, np.float32))}
     source = {"model": {**means, **training()["model"]}, "optimizer": training()["optimizer"], "teacher": means}
     options = {"map": [str(tmp_path / maps[0]), *maps[1:]], "forward": True, "to": "torch"}
     found = held(converted(tmp_path, source, **options))
@@ -758,7 +750,7 @@ def test_what_is_made_up_beside_a_tensor_lies_where_that_does(tmp_path: Path, ma
 
 
 def test_no_equation_for_any_name_takes_what_lies_beside_the_model_alone(tmp_path: Path) -> None:
-    source = training() | {"extra": {"a": {"v": tensor(np.ones(3, np.float32))}}}
+    source = training() | {"extra": {"a": {"v": stored(np.ones(3, np.float32))}}}
     with pytest.raises(MapError, match=r"applies nowhere|no tensor|does nothing"):
         converted(tmp_path, source, map="{p*}.v <=> {p*}.u", forward=True, to="torch")
     found = held(converted(tmp_path, source, map="extra.{p*}.v <=> extra.{p*}.u", forward=True, to="torch"))

@@ -11,6 +11,7 @@ from support import safetensors_peer, torch_peer
 from support.checkpoints import sample
 from support.command_line import done
 from support.examples import few
+from support.torch_runs import transformed
 
 import reshard_mpi
 from reshard_mpi.errors import DisagreementError
@@ -142,8 +143,7 @@ def test_stages_with_settings_of_their_own_keep_their_parameters(tmp_path: Path,
     report = reshard_mpi.transform(stages(tmp_path, way), tmp_path / "dst", strategy, dst_strategy, to=form)
     is_told = any("differs" in note for note in report.notes)
     assert is_told or not (way.startswith("own") and to != "torch")
-    reshard_mpi.transform(tmp_path / "dst", tmp_path / "one", strategy if to == "torch" else None, to="torch")
-    read = torch_peer.load(tmp_path / "one" / "rank_0" / "checkpoint_0.pt")
+    read = transformed(tmp_path / "dst", tmp_path / "one", strategy if to == "torch" else None, to="torch")
     assert [group["params"] for group in read["optim"]["param_groups"]] == [["l0.b", "l1.b"]]
     assert read["optim"]["state"].keys() == {"l0.b", "l1.b"}
     assert way != "one has more" or read["own"] == 3.5
