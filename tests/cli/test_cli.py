@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.cases import Side
-from support.checkpoints import ENDINGS, as_read, expected_rank, read_shard, write_strategy
+from support.checkpoints import ENDINGS, expected_rank, write_strategy
 from support.command_line import COMMAND, done, run_apart, run_here
 from support.conversions import DST_LAYOUTS, TENSORS, Conversion, assert_right, listing, make, of_every_kind, shards
 from support.examples import few
@@ -48,39 +48,6 @@ def test_transform(tmp_path: Path, kind: str) -> None:
     assert listing(conversion.src) == before
 
 
-@pytest.mark.parametrize("kinds", [("ckpt", "hdf5"), ("hdf5", "safetensors"), ("safetensors", "ckpt")])
-def test_to(tmp_path: Path, kinds: tuple[str, str]) -> None:
-    conversion = make(tmp_path, kinds[0])
-    conversion.done("transform", "--to", kinds[1])
-    assert_right(conversion.but(kind=kinds[1]))
-
-
-def test_no_target_strategy_makes_one_full_checkpoint(conversion: Conversion) -> None:
-    conversion.but(dst_strategy=None).done()
-    assert read_shard(conversion.written(0)) == as_read(TENSORS)
-    assert len(list(conversion.dst.glob("rank_*"))) == 1
-
-
-def test_native_shards_need_no_source_strategy(conversion: Conversion) -> None:
-    conversion.done("transform", "--to", "hdf5")
-    back = conversion.but(
-        src=conversion.dst, dst=conversion.folder / "back", src_strategy=None, dst_strategy=conversion.src_strategy
-    )
-    back.done("transform", "--to", "ckpt")
-    for rank in range(4):
-        assert read_shard(back.written(rank)) == as_read(conversion.arrays(rank))
-
-
-def test_source_of_one_file_and_of_loose_files(conversion: Conversion) -> None:
-    whole = conversion.folder / "whole"
-    conversion.but(dst_strategy=None, dst=whole).done()
-    file = whole / "rank_0" / "checkpoint_0.ckpt"
-    for number, source in enumerate((file, file.parent)):
-        again = conversion.but(src=source, src_strategy=None, dst=conversion.folder / f"dst_{number}")
-        again.done()
-        assert_right(again)
-
-
 def test_prefix(conversion: Conversion) -> None:
     conversion.done("transform", "--prefix", "net")
     assert {path.name for path in conversion.dst.glob("rank_*/*")} == {"net0.ckpt", "net1.ckpt"}
@@ -90,11 +57,6 @@ def test_rank(conversion: Conversion) -> None:
     conversion.done("transform", "--rank", "1")
     assert_right(conversion, (1,))
     conversion.done("transform", "--rank", "0", "--rank", "0")
-    assert_right(conversion)
-
-
-def test_ranks_together(conversion: Conversion) -> None:
-    conversion.done("transform", "--rank", "1", "--rank", "0")
     assert_right(conversion)
 
 
@@ -140,12 +102,6 @@ def test_overwrite_replaces_targets_not_folders(conversion: Conversion) -> None:
     assert_right(conversion)
 
 
-def test_rank_folders_may_be_there(conversion: Conversion) -> None:
-    (conversion.dst / "rank_0").mkdir(parents=True)
-    conversion.done()
-    assert_right(conversion)
-
-
 @pytest.mark.slow
 def test_jobs(conversion: Conversion) -> None:
     conversion.done("transform", "--jobs", "5", "--report", str(conversion.folder / "r"))
@@ -181,11 +137,6 @@ def test_report(conversion: Conversion) -> None:
     assert first["path"] == str(conversion.written(0))
 
 
-def test_progress_none(conversion: Conversion) -> None:
-    finished = conversion.done("transform")
-    assert finished.err == "" and finished.out.startswith("wrote 2 shards")
-
-
 # Which checkpoint of a folder
 
 
@@ -201,24 +152,6 @@ def test_newest_checkpoint_by_natural_order(tmp_path: Path, kind: str) -> None:
         (new.parent / "checkpoint-graph.meta").write_bytes(b"not a shard")
         (new.parent / "strategy.ckpt").write_bytes(b"\x08\x01 not one either")
     assert f"net-10_5.{ENDINGS[kind]} chosen" in conversion.done().err
-    assert_right(conversion)
-
-
-def test_newest_checkpoint_that_all_ranks_have(conversion: Conversion) -> None:
-    for rank in range(4):
-        conversion.shard(rank).rename(conversion.shard(rank).with_name("net-9_5.ckpt"))
-    conversion.rewrite(0, {"w": np.zeros((8, 2), np.float32)})
-    conversion.shard(0).rename(conversion.shard(0).with_name("net-10_5.ckpt"))
-    assert "net-9_5.ckpt chosen" in conversion.done().err
-    assert_right(conversion)
-
-
-def test_newest_checkpoint_of_names_with_ranks(conversion: Conversion) -> None:
-    for rank in range(4):
-        conversion.shard(rank).rename(conversion.shard(rank).with_name(f"rank_{rank}_net-10_5.ckpt"))
-        conversion.rewrite(rank, {"w": np.zeros((8, 2), np.float32)})
-        conversion.shard(rank).rename(conversion.shard(rank).with_name(f"rank_{rank}_net-9_5.ckpt"))
-    conversion.done()
     assert_right(conversion)
 
 

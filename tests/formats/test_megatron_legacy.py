@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from support import deepspeed_peer, megatron_legacy_peer, megatron_peer, torch_peer
-from support.command_line import done, run_here
+from support.command_line import done, refused, run_here
 from support.examples import few, many
 from support.megatron_legacy_peer import EMBEDDING, MODEL, VECTORS, Form, Model, Training, require_read, training
 from support.torch_runs import tree_of
@@ -328,8 +328,7 @@ def test_copies_that_differ(tmp_path: Path) -> None:
             _chunk(content)[NORM] = torch_peer.tensor(deepspeed_peer.sample(values, "bfloat16"), "changed")
 
     megatron_legacy_peer.write(tmp_path / "save", TIED, Form(2, optimizer=""), spoil)
-    said = run_here("transform", tmp_path / "save", tmp_path / "out")
-    assert said.code == 3 and f"copies of 'model.{NORM}' differ" in said.err, said.err
+    assert f"copies of 'model.{NORM}' differ" in refused("transform", tmp_path / "save", tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -443,8 +442,7 @@ def test_the_other_byte_order(tmp_path: Path) -> None:
     path = megatron_legacy_peer.write(tmp_path / "save", TIED, Form(2)) / "mp_rank_01_001" / MODEL
     other = b"big" if sys.byteorder == "little" else b"little"
     path.write_bytes(path.read_bytes().replace(sys.byteorder.encode(), other.ljust(len(sys.byteorder))))
-    said = run_here("plan", tmp_path / "save", tmp_path / "out")
-    assert said.code == 3 and "mp_rank_01_001" in said.err
+    assert "mp_rank_01_001" in refused("plan", tmp_path / "save", tmp_path / "out")
 
 
 def test_a_file_that_is_nothing_by_itself_is_no_damage(tmp_path: Path) -> None:
