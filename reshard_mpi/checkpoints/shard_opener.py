@@ -74,26 +74,20 @@ def left_behind(
 ) -> dict[str, int]:
     """Return the tensors of a share of the shards that a target does not take, each with a rank that holds it.
 
-    Damaged shards are passed over, and so are names that the source's strategy lists for the rank's stage: planning
-    looks for them there.
+    Damaged shards are passed over.
 
     Args:
         taken: the tensors of the target.
-        is_wanted: tells whether some target is to have a tensor that no strategy lists.
+        is_wanted: tells whether some target is to have a tensor.
     """
     only_there: dict[str, int] = {}
     for rank in share.ranks(source.strategy.world_size):
         shard = source.find(rank) if rank in source else None
         if shard is not None and not shard.tensors.keys() <= taken:
             for name in shard.tensors:
-                if name not in taken and not _is_listed(source.strategy, name, rank) and is_wanted(name):
+                if name not in taken and is_wanted(name):
                     only_there.setdefault(name, rank)
     return only_there
-
-
-def _is_listed(strategy: Strategy, name: str, rank: int) -> bool:
-    """Tell whether a strategy names a parameter, no rule alone, for the stage of a rank."""
-    return strategy.of_rank(strategy.parameters.get(name, ()), rank) is not None
 
 
 def left_behind_error(names: Iterable[str], only_there: dict[str, int], source: SourceCheckpoint) -> StrategyError:
@@ -101,15 +95,24 @@ def left_behind_error(names: Iterable[str], only_there: dict[str, int], source: 
     lost = list(names)
     more = f", and {len(lost) - _MAX_NAMED} more" if len(lost) > _MAX_NAMED else ""
     shown = ", ".join(f"{name!r} of rank {only_there[name]}" for name in islice(lost, _MAX_NAMED)) + more
-    elsewhere = next((name for name in lost if name in source.strategy.parameters), None)
-    if elsewhere is not None:
-        stages = sorted({stage for placement in source.strategy.find(elsewhere) for stage in placement.stages})
+    listed = next((name for name in lost if name in source.strategy.parameters), None)
+    if listed is not None:
+        placements, rank = source.strategy.find(listed), only_there[listed]
+        stages = sorted({stage for placement in placements for stage in placement.stages})
+        if source.strategy.of_rank(placements, rank) is None:
+            return StrategyError(
+                "the source strategy lists a tensor for another stage than that of the ranks which hold it",
+                expected=f"{listed!r} in shards of stage {', '.join(map(str, stages))}",
+                got=f"{shown}: stage {source.strategy.stage_of(rank)}",
+                where=source.location_text,
+                remedy="give the strategy that the checkpoint was saved with, its stages in the order of the ranks",
+            )
         return StrategyError(
-            "the source strategy lists a tensor for another stage than that of the ranks which hold it",
-            expected=f"{elsewhere!r} in shards of stage {', '.join(map(str, stages))}",
-            got=f"{shown}: stage {source.strategy.stage_of(only_there[elsewhere])}",
+            "no target would get a tensor that few of the ranks hold which the source strategy lists for it",
+            expected=f"it in one of the first {_MAX_LOOKED_INTO} of these ranks, or shards that hold different tensors",
+            got=shown,
             where=source.location_text,
-            remedy="give the strategy that the checkpoint was saved with, its stages in the order of the ranks",
+            remedy="exchange the shards of that rank and of one of the first that are to hold the same slices",
         )
     return StrategyError(
         "no target would get a tensor that only some ranks hold, since no strategy says who holds it",
@@ -122,7 +125,8 @@ def left_behind_error(names: Iterable[str], only_there: dict[str, int], source: 
 
 
 # If a shard lacks a parameter, others may still hold it (see `_other_holders`). But strategies also list parameters
-# that are never saved, and to open a thousand shards to be sure of that would take minutes.
+# that are never saved, and to open a thousand shards to be sure of that would take minutes. Where so many hold the same
+# names, the others are taken to hold these too.
 _MAX_LOOKED_INTO = 64
 # Shards of each stage that are asked for a name that no opened shard holds.
 _MAX_ASKED = 16
@@ -195,14 +199,12 @@ class ShardOpener:
 
         Args:
             taken: the tensors of this target.
-            is_asked: tells whether a tensor of the source is asked for at all. What the target's strategy alone lists
-                is looked for by the targets that it is for.
+            is_asked: tells whether a tensor of the source is asked for at all.
         """
 
         def is_wanted(name: str) -> bool:
             is_left_out = self.policy.unlisted is Unlisted.DROP and is_dropped(self.target, name, taken)
-            is_looked_for = name in self.target.parameters and name not in self.source.strategy.parameters
-            return is_asked(name) and not is_left_out and not is_looked_for
+            return is_asked(name) and not is_left_out
 
         only_there = left_behind(self.source, taken, share, is_wanted)
         lost = only_there.keys() - self._others_have
@@ -336,36 +338,52 @@ class ShardOpener:
         chosen: set[int] = set()
         for holders, names in tensors.lacking().items():
             if not chosen.intersection(holders):  # a chosen holder may hold these too; the next call shows it
-                others = [rank for rank in holders if rank in self.source and rank not in manifests]
-                chosen.update(self._first_with(names, holders, others[:_MAX_LOOKED_INTO], candidates))
+                opened = [manifests[rank] for rank in holders if rank in manifests]
+                others = (rank for rank in holders if rank in self.source and rank not in manifests)
+                chosen.update(self._first_with(names, holders, others, candidates, opened))
         if chosen:
             return chosen
         # A name that only ranks with other parts hold must be found too: if the needed part has elements, it is a hole.
         for origins, names in tensors.unseen().items():
             first = tuple(self._first_of_stages(origins))
-            others = [rank for rank in first if rank not in manifests]
-            chosen.update(self._first_with(names, first, others, candidates))
+            unopened = (rank for rank in first if rank not in manifests)
+            chosen.update(self._first_with(names, first, unopened, candidates))
         return chosen
 
     def _first_with(
-        self, names: Iterable[str], holders: tuple[int, ...], others: Iterable[int], candidates: _CandidateRanks
+        self,
+        names: Iterable[str],
+        holders: tuple[int, ...],
+        others: Iterable[int],
+        candidates: _CandidateRanks,
+        opened: Iterable[Manifest] = (),
     ) -> Iterator[int]:
         """Yield the first of `others` that holds one of the names.
 
         If there is none, and no damaged shard among them, it is noted that these `holders` never saved the names.
+
+        Args:
+            opened: other shards of the holders.
         """
         never_saved = self._never_saved.setdefault(holders, set())
         unseen = [name for name in names if name not in never_saved]
-        damaged = False
-        for rank in others if unseen else ():
+        damaged, seen = False, {frozenset(manifest.tensors) for manifest in opened}
+        for number, rank in enumerate(others if unseen else ()):
+            if number >= _MAX_LOOKED_INTO and len(seen) == 1 and all(map(self._lists_some, seen)):
+                break
             manifest = candidates.open(rank)
             if manifest is None:
                 damaged = True
             elif any(name in manifest.tensors for name in unseen):
                 yield rank
                 return
+            elif len(seen) < 2:
+                seen.add(frozenset(manifest.tensors))
         if not damaged:
             never_saved.update(unseen)
+
+    def _lists_some(self, names: Iterable[str]) -> bool:
+        return not self.source.strategy.parameters.keys().isdisjoint(names)
 
     def _first_of_stages(self, origins: Iterable[Placement]) -> Iterator[int]:
         """Yield the first ranks that have shards, of each stage in which one of these placements is."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cases import Side
-from support.checkpoints import read_shard, write_shard, write_shards, write_strategy
+from support.checkpoints import read_shard, write_ranks, write_shard, write_shards, write_strategy
 from support.command_line import refused, run_here
 from support.examples import few, many
 from support.oracle import RawLayout
@@ -171,6 +171,38 @@ def test_a_strategy_that_lists_them_for_another_stage(
         reshard_mpi.transform(tmp_path / "src", tmp_path / "dst", strategy, strategy)
     reshard_mpi.transform(tmp_path / "src", tmp_path / "whole", strategy)
     assert read_shard(tmp_path / "whole" / "rank_0" / "checkpoint_0.safetensors").keys() == set(LAYERS)
+
+
+def copied(ranks: int, names: Iterable[str]) -> Side:
+    return Side(ranks, 1, {name: RawLayout((ranks,), (-1, -1)) for name in names})
+
+
+@pytest.mark.parametrize("step", few(1, [1, 3, -1]))
+@pytest.mark.parametrize("form", few(1, ["safetensors", "ckpt"]))
+def test_each_is_saved_by_one_of_many_ranks_that_hold_it(tmp_path: Path, step: int, form: str) -> None:
+    """As MindSpore removes redundancy, with fewer parameters than ranks."""
+    ranks, tensors = 130, {f"w{number}": np.full((2, 2), number, np.float32) for number in range(40)}
+    own = {rank: {"step": np.ones(1, np.float32)} for rank in range(ranks)}
+    for number, (name, values) in enumerate(tensors.items()):
+        own[number * step % ranks][name] = values
+    write_ranks(own, tmp_path / "src", form)
+    strategy = write_strategy(copied(ranks, tensors), tmp_path / "strategy")
+    report = reshard_mpi.transform(tmp_path / "src", tmp_path / "whole", strategy, to="safetensors")
+    assert not report.warnings
+    assert read_shard(tmp_path / "whole" / "rank_0" / "checkpoint_0.safetensors").keys() == {*tensors, "step"}
+
+
+def test_one_that_a_rank_behind_many_others_alone_has(tmp_path: Path) -> None:
+    src = write(tmp_path / "src", {"x": [90]}, 100)
+    strategy = write_strategy(copied(100, ["dense", "x"]), tmp_path / "strategy")
+    with pytest.raises(StrategyError, match=r"few of the ranks(.|\n)*'x' of rank 90"):
+        reshard_mpi.transform(src, tmp_path / "dst", strategy)
+    shards = [src / f"rank_{rank}" / "c.h5" for rank in (0, 90)]
+    shards[1].replace(shards[0])
+    write(tmp_path / "other", {}, 1)
+    (tmp_path / "other" / "rank_0" / "c.h5").replace(shards[1])
+    reshard_mpi.transform(src, tmp_path / "dst", strategy)
+    assert names_in(tmp_path / "dst") == {"dense", "x"}
 
 
 holders = st.sets(st.integers(0, RANKS - 1), min_size=1)
