@@ -60,6 +60,7 @@ class Publication:
         self._announce = announce
         self._confirm = confirm
         self._host = host
+        self._partial_name = self._new_name()
         self.is_published = False
 
     @property
@@ -90,8 +91,6 @@ class Publication:
     def _create(self) -> None:
         """Make the partial file, locked where others may write the same file."""
         while True:
-            head = _host_digest(self._host) if self._host else ""
-            self._partial_name = partial_name(self._name, head + os.urandom(_TOKEN_BYTES - len(head) // 2).hex())
             self.descriptor = self._folder.create(self._partial_name)
             # Before it was locked, another process may have taken it for a dead writer's and removed it.
             if not self._host or (
@@ -99,6 +98,11 @@ class Publication:
             ):
                 return
             close(self.descriptor)
+            self._partial_name = self._new_name()
+
+    def _new_name(self) -> str:
+        head = _host_digest(self._host) if self._host else ""
+        return partial_name(self._name, head + os.urandom(_TOKEN_BYTES - len(head) // 2).hex())
 
     def publish(self, sums: Sequence[TensorSum] = (), besides: str = "", *, synced: bool = True) -> None:
         """Put the file in place of whatever is there.

@@ -186,3 +186,17 @@ def test_a_call_that_was_killed(tmp_path: Path, jobs: str) -> None:
     reshard_mpi.transform_checkpoints(*paths[:2], "checkpoint_", *paths[2:])
     assert set(conversion.dst.rglob("*.*")) == {conversion.written(rank) for rank in (0, 1)}
     assert_right(conversion)
+
+
+@pytest.mark.parametrize("function", ["partial_name", "_try_lock"])
+def test_a_signal_at_the_beginning_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(publication, function, interrupted)
+    with Folder.open(tmp_path) as folder, pytest.raises(KeyboardInterrupt):
+        with Publication(folder, "net.ckpt", host="here"):
+            pass
+    assert not list(tmp_path.iterdir())
