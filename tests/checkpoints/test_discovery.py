@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -95,9 +96,22 @@ def test_the_newest_is_chosen_by_natural_order_and_said(tmp_path: Path) -> None:
     assert "net-10_5.ckpt chosen, the newest by name that all ranks have" in note
 
 
-def test_the_newest_where_the_rank_is_also_another_number_of_the_name(tmp_path: Path) -> None:
-    lay(tmp_path, *(f"rank_{rank}/llama2_7b_rank_{rank}-1_{step}.ckpt" for rank in range(8) for step in (100, 99)))
-    assert chosen_files(tmp_path) == {rank: [f"rank_{rank}/llama2_7b_rank_{rank}-1_100.ckpt"] for rank in range(8)}
+@pytest.mark.parametrize(
+    ("ranks", "others", "newest"),
+    [
+        pytest.param((0, 1), [], "net-3_{0}.ckpt", id="a number that is the rank"),
+        pytest.param((1, 11), ["net_rank_{0}-1_11.ckpt"], "net_rank_{0}-2_11.ckpt", id="the rank in the name"),
+        pytest.param(range(8), ["llama2_7b_rank_{0}-1_99.ckpt"], "llama2_7b_rank_{0}-1_100.ckpt", id="the rank twice"),
+        pytest.param((0, 1), ["net1²9.ckpt"], "net1²10.ckpt", id="odd digits"),
+        # MindSpore puts a number before the epoch where a file of that name was there before.
+        pytest.param((0, 1), ["net-1_100.ckpt", "net_1-1_100.ckpt"], "net_2-1_100.ckpt", id="earlier runs"),
+    ],
+)
+def test_the_newest_of_names_with_several_numbers(
+    tmp_path: Path, ranks: Iterable[int], others: list[str], newest: str
+) -> None:
+    lay(tmp_path, *(f"rank_{rank}/{name.format(rank)}" for rank in ranks for name in (newest, *others)))
+    assert chosen_files(tmp_path) == {rank: [f"rank_{rank}/{newest.format(rank)}"] for rank in ranks}
 
 
 def test_steps_that_happen_to_be_ranks_are_not_one_checkpoint(tmp_path: Path) -> None:
@@ -109,11 +123,6 @@ def test_the_newest_is_one_that_all_ranks_have(tmp_path: Path) -> None:
     lay(tmp_path, "rank_0/net-1_5.ckpt", "rank_0/net-2_5.ckpt", "rank_0/net-3_5.ckpt")
     lay(tmp_path, "rank_1/net-1_5.ckpt", "rank_1/net-2_5.ckpt")
     assert chosen_files(tmp_path) == {rank: [f"rank_{rank}/net-2_5.ckpt"] for rank in (0, 1)}
-
-
-def test_file_names_may_hold_the_rank(tmp_path: Path) -> None:
-    lay(tmp_path, *(f"rank_{rank}/net_rank_{rank}-{step}.ckpt" for rank in (1, 11) for step in ("1_11", "2_11")))
-    assert chosen_files(tmp_path) == {rank: [f"rank_{rank}/net_rank_{rank}-2_11.ckpt"] for rank in (1, 11)}
 
 
 def test_a_choice_that_is_none_is_refused(tmp_path: Path) -> None:
@@ -128,17 +137,6 @@ def test_shards_of_different_moments_are_refused(tmp_path: Path) -> None:
     error = refusal(DisagreementError, tmp_path)
     assert error.expected == "epoch 3 step 5, as net-3_5.ckpt of rank 0"
     assert error.got == "epoch 4 step 5: net-4_5.ckpt of rank 2"
-
-
-def test_names_of_odd_digits_have_an_order_too(tmp_path: Path) -> None:
-    lay(tmp_path, *(f"rank_{rank}/net1²{step}.ckpt" for rank in (0, 1) for step in (9, 10)))
-    assert chosen_files(tmp_path) == {rank: [f"rank_{rank}/net1²10.ckpt"] for rank in (0, 1)}
-
-
-def test_names_that_end_in_the_rank_are_of_one_moment(tmp_path: Path) -> None:
-    names = {rank: [f"rank_{rank}/net-3_{rank}.ckpt"] for rank in (0, 1)}
-    lay(tmp_path, *(name for found_names in names.values() for name in found_names))
-    assert chosen_files(tmp_path) == names
 
 
 # Several files of a rank that are not checkpoints of several steps
@@ -167,12 +165,6 @@ def test_words_are_told_from_the_steps_between_them(tmp_path: Path) -> None:
     error = refusal(SourceError, tmp_path)
     assert "--select 'model_*_rank_*.h5'" in error.remedy
     assert chosen_files(tmp_path, "model_*_rank_*.h5")[1] == ["rank_1/model_10_rank_1.h5"]
-
-
-def test_files_beside_those_of_earlier_runs_have_the_same_words(tmp_path: Path) -> None:
-    """MindSpore puts a number before the epoch where a file of that name was there before."""
-    lay(tmp_path, *(f"rank_{rank}/net{run}-1_100.ckpt" for rank in (0, 1) for run in ("", "_1", "_2")))
-    assert chosen_files(tmp_path) == {rank: [f"rank_{rank}/net_2-1_100.ckpt"] for rank in (0, 1)}
 
 
 def test_parts_of_the_shard_of_a_rank_are_refused(tmp_path: Path) -> None:

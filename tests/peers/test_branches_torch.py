@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.command_line import run_apart
+from support.torch_processes import run_processes
 
 torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.torch
 
-SCRIPT = Path(__file__).parent.parent / "support" / "branch_ranks.py"
 RANKS = 2
 
 
 def saved(scheme: str, folder: Path) -> tuple[Path, Any]:
     """Have processes of torch save a training; return its folder, and what it is as a whole."""
     paths = (folder / "meeting", folder / "src", folder / "whole.pt")
-    started = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, scheme, str(rank), str(RANKS), *paths], stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        said = [process.communicate(timeout=240)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0] * RANKS, "\n".join(said)
+    run_processes("branch_ranks.py", RANKS, *paths, first=(scheme,))
     return folder / "src", torch.load(folder / "whole.pt")
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.command_line import run_apart
 from support.dcp_peer import arrays_of
+from support.torch_processes import run_processes
 
 torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.torch
 
-SCRIPT = Path(__file__).parent.parent / "support" / "dcp_ranks.py"
 TARGET = """
 mesh = { dp = 2 }
 [[parameter]]
@@ -33,20 +31,7 @@ split = { 1 = ["dp"] }
 def processes(work: str, ranks: int, folder: Path, whole: Path) -> None:
     """Have processes of torch save or load a checkpoint."""
     meeting = folder.with_name(f"{folder.name}.{work}")
-    started = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, work, str(rank), str(ranks), meeting, folder, whole],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        said = [process.communicate(timeout=240)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0] * ranks, "\n".join(said)
+    run_processes("dcp_ranks.py", ranks, meeting, folder, whole, first=(work,))
 
 
 @pytest.fixture(scope="module")

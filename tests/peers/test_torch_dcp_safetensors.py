@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.torch_processes import run_processes
 
 import reshard_mpi
 from reshard_mpi.errors import ShardError, SourceError
@@ -17,7 +16,6 @@ torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.torch
 
-SCRIPT = Path(__file__).parent.parent / "support" / "dcp_safetensors_ranks.py"
 RANKS = 4
 
 
@@ -25,20 +23,7 @@ RANKS = 4
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What four processes have saved."""
     folder = tmp_path_factory.mktemp("saved")
-    started = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, str(rank), str(RANKS), folder / "meeting", folder],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        said = [process.communicate(timeout=240)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0] * RANKS, "\n".join(said)
+    run_processes("dcp_safetensors_ranks.py", RANKS, folder / "meeting", folder)
     return folder
 
 

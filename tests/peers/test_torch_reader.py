@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from support.checkpoints import write_ranks
 from support.cut_checkpoints import Cut
+from support.torch_processes import run_processes
 
 import reshard_mpi
 
@@ -31,7 +32,6 @@ pytestmark = [
 ]
 
 Array = np.ndarray[Any, Any]
-SCRIPT = Path(__file__).parent.parent / "support" / "reader_ranks.py"
 RANKS = 4
 FORMS = ("ckpt", "hdf5", "safetensors", "torch", "hf", "dcp")
 LAYOUTS = ("plain", "turned", "fsdp", "columns", "square", "hsdp", "drawn")
@@ -147,20 +147,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """What each of four processes has found, by the names of cases."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "cases.json").write_text(json.dumps(cases(folder)))
-    started = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, str(rank), str(RANKS), folder / "meeting", folder],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        errors = [process.communicate(timeout=400)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0] * RANKS, "\n".join(errors)
+    run_processes("reader_ranks.py", RANKS, folder / "meeting", folder, seconds=400)
     each = [json.loads((folder / f"said_{rank}.json").read_text()) for rank in range(RANKS)]
     return {name: [of_rank[name] for of_rank in each] for name in each[0]}
 

@@ -8,7 +8,6 @@ and optimizer, and the losses of further steps.
 
 from __future__ import annotations
 
-import os
 import sys
 from copy import deepcopy
 from pathlib import Path
@@ -68,13 +67,11 @@ def main(scheme: str, rank: int, ranks: int, meeting: str, folder: str, whole: s
     losses = [step(model, optimizer) for _ in range(2)]
     if rank == 0:
         torch.save({**full, "losses": losses, "lr": optimizer.param_groups[0]["lr"]}, whole)
-    dist.barrier()
-    dist.destroy_process_group()
-    # A thread of gloo may still hold a tensor when Python takes itself apart, and now and then the process aborts.
-    sys.stdout.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":
+    from torch_processes import end_process  # beside this file, which tests import too
+
     scheme, rank, ranks, *paths = sys.argv[1:]
     main(scheme, int(rank), int(ranks), *paths)
+    end_process()

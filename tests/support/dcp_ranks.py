@@ -7,7 +7,6 @@ compare what they load.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch_processes import end_process
 
 
 def training(ranks: int, *, steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -112,11 +112,7 @@ def main() -> None:
         save(int(rank), int(ranks), folder, whole)
     else:
         load(int(ranks), folder, whole)
-    dist.barrier()
-    dist.destroy_process_group()
-    # A thread of gloo may still hold a tensor when Python takes itself apart, and now and then the process aborts.
-    sys.stdout.flush()
-    os._exit(0)
+    end_process()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ each other. FOLDER gets `one` (a file a rank), `two` (names dealt out to two fil
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch_processes import end_process
 
 
 def state_of(ranks: int) -> dict[str, Any]:
@@ -46,11 +46,7 @@ def main() -> None:
     whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
     if rank == 0:
         torch.save(whole, f"{folder}/whole.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-    # A thread of gloo may still hold a tensor when Python takes itself apart, and now and then the process aborts.
-    sys.stdout.flush()
-    os._exit(0)
+    end_process()
 
 
 if __name__ == "__main__":
