@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import dcp_peer, deepspeed_peer, hdf5_peer, safetensors_peer, torch_peer
+from support import dcp_peer, deepspeed_peer, hdf5_peer, safetensors_peer
 from support.command_line import done
 from support.deepspeed_samples import NEEDS_DATA, SAMPLES, unpacked
 from support.examples import few
-from support.torch_runs import tree_of
+from support.torch_runs import require_equal, samples_in, tree_of
 
 import reshard_mpi
 from reshard_mpi.testing.sample_tensors import SampleTensor
@@ -20,23 +19,10 @@ from reshard_mpi.testing.sample_tensors import SampleTensor
 pytestmark = NEEDS_DATA
 
 
-def require_equal(made: dict[str, SampleTensor], expected: dict[str, SampleTensor]) -> None:
-    for name, whole in expected.items():
-        sample = made[name]
-        assert (sample.dtype, sample.shape, sample.content) == (whole.dtype, whole.shape, whole.content), name
-
-
-def leaves(value: Any, *keys: str) -> Iterator[tuple[str, torch_peer.Tensor]]:
-    if isinstance(value, torch_peer.Tensor):
-        yield ".".join(keys), value
-    for key, entry in value.items() if isinstance(value, dict) else ():
-        yield from leaves(entry, *keys, str(key))
-
-
 def of_torch(folder: Path) -> dict[str, SampleTensor]:
     loaded = tree_of(folder)
     assert list(loaded)[:2] == ["model", "optimizer"] and set(loaded["optimizer"]) == {"state", "param_groups"}
-    return {name: torch_peer.sample_of(name, tensor) for name, tensor in leaves(loaded)}
+    return samples_in(loaded)
 
 
 # Where the tensors of a target are, and what reads them.

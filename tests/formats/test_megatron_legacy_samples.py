@@ -6,13 +6,12 @@ import os
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from support import dcp_peer, deepspeed_peer, hdf5_peer, safetensors_peer, torch_peer
+from support import dcp_peer, deepspeed_peer, hdf5_peer, safetensors_peer
 from support.command_line import done
-from support.torch_runs import tree_of
+from support.torch_runs import require_equal, samples_in, tree_of
 
 from reshard_mpi.testing.sample_tensors import SampleTensor
 
@@ -54,27 +53,13 @@ def expected(name: str) -> Iterator[tuple[str, SampleTensor]]:
                 yield named, deepspeed_peer.sample(whole, None if kind else "bfloat16", named)
 
 
-def leaves(value: Any, *keys: str) -> Iterator[tuple[str, torch_peer.Tensor]]:
-    if isinstance(value, torch_peer.Tensor):
-        yield ".".join(keys), value
-    for key, entry in value.items() if isinstance(value, dict) else ():
-        yield from leaves(entry, *keys, str(key))
-
-
-def require_equal(made: dict[str, SampleTensor], whole: dict[str, SampleTensor]) -> None:
-    for name, own in whole.items():
-        sample = made[name]
-        assert (sample.dtype, sample.shape, sample.content) == (own.dtype, own.shape, own.content), name
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLES)
 def test_every_target(tmp_path: Path, name: str) -> None:
     save = unpacked(name, tmp_path / "unpacked")
     for to in ("torch", "dcp", "hdf5", "hf"):
         done("transform", save, tmp_path / to, "--to", to, "--verify")
-    loaded = tree_of(tmp_path / "torch")
-    made = {name: torch_peer.sample_of(name, tensor) for name, tensor in leaves(loaded)}
+    made = samples_in(tree_of(tmp_path / "torch"))
     whole = dict(expected(name))
     require_equal(made, whole)
     assert {own for own in made if not own.endswith(".step")} == set(whole)

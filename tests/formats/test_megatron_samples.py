@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import dcp_peer, hdf5_peer, safetensors_peer, torch_peer
+from support import dcp_peer, hdf5_peer, safetensors_peer
 from support.command_line import done
 from support.examples import few
-from support.torch_runs import tree_of
+from support.torch_runs import samples_in, tree_of
 
 from reshard_mpi.testing.sample_tensors import SampleTensor
 
@@ -64,25 +64,13 @@ def floats(sample: SampleTensor) -> np.ndarray[Any, Any]:
     return np.frombuffer(sample.content, sample.dtype.name).reshape(sample.shape)
 
 
-def leaves(value: Any, *keys: str) -> Iterator[tuple[str, torch_peer.Tensor]]:
-    if isinstance(value, torch_peer.Tensor):
-        yield ".".join(keys), value
-    for key, entry in value.items() if isinstance(value, dict) else ():
-        yield from leaves(entry, *keys, str(key))
-
-
-def of_torch(folder: Path) -> dict[str, SampleTensor]:
-    loaded = tree_of(folder)
-    return {name: torch_peer.sample_of(name, tensor) for name, tensor in leaves(loaded)}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLES)
 def test_every_target(tmp_path: Path, name: str) -> None:
     source = unpacked(name, tmp_path / "unpacked")
     for to in ("torch", "dcp", "hdf5", "hf"):
         done("transform", source, tmp_path / to, "--to", to, "--verify", "--replicas", "check")
-    wholes, made = expected(name), of_torch(tmp_path / "torch")
+    wholes, made = expected(name), samples_in(tree_of(tmp_path / "torch"))
     assert set(made) == set(wholes) | {key for key in made if "moments" in LACKING.get(name, ()) and ".exp_avg" in key}
     for key, whole in wholes.items():
         assert made[key].shape == whole.shape and np.array_equal(floats(made[key]), whole), key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import reshard_mpi
+from reshard_mpi.testing.sample_tensors import SampleTensor
 from support import torch_peer
 from support.checkpoints import sample
 
@@ -42,3 +44,22 @@ def tree_made_of(folder: Path, source: Any, *strategies: Path | None, **options:
     """Save a value as `x.pt` in a folder, transform that, and return what the file in its place in `dst` holds."""
     torch_peer.save(folder / "x.pt", source)
     return transformed(folder / "x.pt", folder / "dst", *strategies, **options)
+
+
+def samples_in(tree: Any) -> dict[str, SampleTensor]:
+    """Return the tensors in nested dictionaries, by their keys joined by dots."""
+
+    def leaves(value: Any, *keys: str) -> Iterator[tuple[str, torch_peer.Tensor]]:
+        if isinstance(value, torch_peer.Tensor):
+            yield ".".join(keys), value
+        for key, entry in value.items() if isinstance(value, dict) else ():
+            yield from leaves(entry, *keys, str(key))
+
+    return {name: torch_peer.sample_of(name, tensor) for name, tensor in leaves(tree)}
+
+
+def require_equal(made: Mapping[str, SampleTensor], expected: Mapping[str, SampleTensor]) -> None:
+    """Require what is expected to be among what was made."""
+    for name, whole in expected.items():
+        sample = made[name]
+        assert (sample.dtype, sample.shape, sample.content) == (whole.dtype, whole.shape, whole.content), name
