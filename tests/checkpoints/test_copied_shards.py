@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import torch_peer
-from support.checkpoints import as_torch_writes, copied_in_order, sample, write_ranks
+from support.checkpoints import as_torch_writes, copied_in_order, flip_bits, sample, write_ranks
 from support.command_line import run_here
 from support.examples import few, one_at_a_time
 from support.torch_runs import tree_of
@@ -285,9 +285,7 @@ def test_shards_that_are_damaged_together_are_no_other_checkpoint(tmp_path: Path
     """The index is the one that was committed."""
     out = made(tmp_path, "ours", form, 1, verify=True)
     for path in shards(out):
-        content = bytearray(path.read_bytes())
-        content[-9] ^= 1
-        path.write_bytes(content)
+        flip_bits(path, -9)
     with pytest.raises(ReshardError, match="damage"):
         reshard_mpi.verify(out)
 

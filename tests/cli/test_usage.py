@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from support.checkpoints import flip_bits
 from support.command_line import done, refused, run_apart, run_here
 from support.conversions import assert_right, make
 from support.examples import few
@@ -156,9 +157,7 @@ def test_some_ranks_are_made_and_verified(tmp_path: Path) -> None:
     strategies = ["--src-strategy", str(c.src_strategy), "--dst-strategy", str(c.dst_strategy)]
     pair = ["verify", str(c.src), str(c.dst), *strategies, "--jobs", "1"]
     damaged = next((c.dst / "rank_1").glob("*.h5"))
-    content = bytearray(damaged.read_bytes())
-    content[next(iter(reshard_mpi.inspect(damaged)["tensors"].values()))["ranges"][0][0]] ^= 1
-    damaged.write_bytes(content)
+    flip_bits(damaged, next(iter(reshard_mpi.inspect(damaged)["tensors"].values()))["ranges"][0][0])
     for arguments in (pair, ["verify", str(c.dst), "--jobs", "1"]):
         assert "target rank 1: 'b'" in refused(*arguments, code=4)
         assert "verified 1 shard," in done(*arguments, "--rank", "0").out

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from support import dcp_peer, torch_peer
 from support.cases import Side
-from support.checkpoints import sample, write_ranks
+from support.checkpoints import flip_bits, sample, write_ranks
 from support.command_line import done, refused, run_apart
 from support.conversions import TENSORS, Conversion, make, write_conversion
 from support.examples import few, many
@@ -174,9 +174,7 @@ def test_real_ones_are_verified_by_their_checksums(tmp_path: Path) -> None:
     path = source / "__1_0.distcp"
     entry = dcp.locate(str(path)).tensors["model.col [0, 4]"]
     assert entry.stored is not None
-    content = bytearray(path.read_bytes())
-    content[entry.stored.ranges[0].offset_bytes] ^= 1
-    path.write_bytes(content)
+    flip_bits(path, entry.stored.ranges[0].offset_bytes)
     assert "does not fit its own checksum" in refused("verify", source, code=4)
     said = refused("transform", source, tmp_path / "x", "--to", "ckpt", "--verify")
     assert str(path) in said and not (tmp_path / "x").exists()

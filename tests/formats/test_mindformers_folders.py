@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from support import ckpt_peer, safetensors_peer
+from support.checkpoints import flip_bits
 from support.command_line import done, refused
 from support.dcp_peer import arrays_of
 from support.examples import few
@@ -118,9 +119,7 @@ def test_every_file_is_verified_by_itself(tmp_path: Path) -> None:
     shutil.copy(GOLDEN.parent / "mindspore" / "with_crc.safetensors", path)
     done("verify", tmp_path)
     done("transform", tmp_path, tmp_path / "out", "--verify", "--jobs", "1")
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    flip_bits(path, -1)
     assert "its own checksum" in refused("verify", tmp_path, code=4)
     assert "checksum" in refused("transform", tmp_path, tmp_path / "again", "--verify", "--jobs", "1")
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import torch_peer
+from support.checkpoints import flip_bits
 from support.torch_peer import Tensor
 
 from reshard_mpi.errors import ShardError, TargetError
@@ -78,9 +79,7 @@ def test_order_and_strings_are_those_that_were_given(tmp_path: Path) -> None:
 def test_a_structure_that_is_not_what_was_meant(tmp_path: Path, at: int) -> None:
     path = tmp_path / "net.pt"
     written = sample_tensors.write(torch, str(path), CONTENTS)
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
+    flip_bits(path, at)
     with pytest.raises(ShardError):
         torch.read_back(written)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.checkpoints import as_read, read_shard
+from support.checkpoints import as_read, flip_bits, read_shard
 from support.command_line import done, refused
 from support.conversions import Conversion, make
 from support.toys import registered_toys
@@ -86,9 +86,7 @@ def test_a_damaged_file_of_a_folder_is_found(c: Conversion) -> None:
     whole = toys.but(options=(), dst_strategy=None)
     whole.done("verify", "--jobs", "1")
     part = toys.dst / "part-1-of-2.toypart"
-    content = bytearray(part.read_bytes())
-    content[-1] ^= 1
-    part.write_bytes(content)
+    flip_bits(part, -1)
     assert str(part) in whole.refused("verify", "--jobs", "1", code=4)
     assert str(part) in refused("verify", toys.dst, "--jobs", "1", code=4)
 

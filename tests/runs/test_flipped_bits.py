@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import torch_peer
-from support.checkpoints import as_torch_writes, sample
+from support.checkpoints import as_torch_writes, flip_bits, sample
 from support.examples import few
 
 import reshard_mpi
@@ -144,9 +144,7 @@ def test_a_file_by_itself_is_held_against_the_commit_above(tmp_path: Path, form:
     given = [path, *([path.parent] if path.parent != copy else [])]
     for number, source in enumerate(given):
         reshard_mpi.transform(source, tmp_path / f"sound_{number}", to="torch", verify=True)
-    content, value = path.read_bytes(), np.full((3, 5), 2, np.float32).tobytes()
-    place = content.index(value)
-    path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    flip_bits(path, np.full((3, 5), 2, np.float32).tobytes())
     for source in given:
         with pytest.raises(ReshardError):
             reshard_mpi.transform(source, tmp_path / "read", to="torch", verify=True)
@@ -161,8 +159,7 @@ def test_some_of_the_committed_files_are_held_if_their_tensors_are_whole(tmp_pat
     assert len(files) == 2
     for path in files:
         reshard_mpi.transform(path, tmp_path / f"sound_{path.stem}", to="torch", verify=True)
-        content = path.read_bytes()
-        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        flip_bits(path, -1)
         with pytest.raises(ReshardError, match="is not what the source was committed with"):
             reshard_mpi.transform(path, tmp_path / "read", to="torch", verify=True)
     # A rank's own part of a tensor has not the sum of the whole.
@@ -184,9 +181,7 @@ def test_audit_holds_a_copy_without_records_against_its_commit(tmp_path: Path, f
     report = reshard_mpi.audit(copy)
     assert "sums" in report.checked and all(each.kind is not FindingKind.SUM for each in report.findings)
     (path,) = (path for path in copy.rglob("*") if path.suffix in SUFFIXES)
-    content, value = path.read_bytes(), np.full((3, 5), 2, np.float32).tobytes()
-    place = content.index(value)
-    path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    flip_bits(path, np.full((3, 5), 2, np.float32).tobytes())
     findings = reshard_mpi.audit(copy).findings
     assert [each.tensor for each in findings if each.kind is FindingKind.SUM and "committed" in each.detail] == [
         "fc.bias" if form == "hf" else "model.fc.bias"
@@ -303,9 +298,7 @@ def test_sums_of_files_that_are_read_by_themselves(tmp_path: Path, way: str) -> 
     src, out = training(tmp_path), tmp_path / "out"
     reshard_mpi.transform(src, out, to="hf", max_shard_size=64, verify=True)
     damaged = out / "model-00002-of-00002.safetensors"
-    content = bytearray(damaged.read_bytes())
-    content[-2] ^= 4
-    damaged.write_bytes(content)
+    flip_bits(damaged, -2, 4)
     given: dict[str, Any] = {}
     read = out
     if way == "file":

@@ -16,7 +16,16 @@ import h5py
 import numpy as np
 import pytest
 from support import ckpt_peer
-from support.checkpoints import KINDS, Arrays, expected_rank, write_ranks, write_shard, write_shards, write_strategy
+from support.checkpoints import (
+    KINDS,
+    Arrays,
+    expected_rank,
+    flip_bits,
+    write_ranks,
+    write_shard,
+    write_shards,
+    write_strategy,
+)
 from support.command_line import done, refused, run_apart, run_here
 from support.conversions import (
     TENSORS,
@@ -861,9 +870,7 @@ def test_alone_whose_own_sums_are_damaged(tmp_path: Path) -> None:
     c.written(1).chmod(0o600)
     with h5py.File(c.written(1)) as file:
         at = file["__reshard_mpi__/sums"].id.get_offset()
-    content = bytearray(c.written(1).read_bytes())
-    content[at] ^= 1
-    c.written(1).write_bytes(content)
+    flip_bits(c.written(1), at)
     finished = verify(c, target=False)
     assert finished.code == 4 and "rank 1: " in finished.err and "is damaged" in finished.err
     assert finished.err.count("damage: ") == 1

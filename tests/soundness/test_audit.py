@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support import torch_peer
-from support.checkpoints import sample, write_ranks
+from support.checkpoints import flip_bits, sample, write_ranks
 from support.command_line import done, refused, run_apart, run_here
 from support.examples import few
 from support.launch import MPI, by_one_mpi
@@ -260,9 +260,7 @@ def test_what_does_not_fit_its_sum_is_found_out(tmp_path: Path) -> None:
     done("transform", tmp_path / "src", tmp_path / "dst", "--verify", "--jobs", "1")
     assert "(structure, sums, values)" in done("audit", tmp_path / "dst", "--jobs", "1").out
     path = tmp_path / "dst" / "rank_0" / "checkpoint_0.ckpt"
-    content = bytearray(path.read_bytes())
-    content[-100] ^= 1
-    path.write_bytes(content)
+    flip_bits(path, -100)
     finished = run_here("audit", tmp_path / "dst", "--jobs", "1")
     assert finished.code == WRONG and "error: sum" in finished.out and "'w' is damaged" in finished.out
 

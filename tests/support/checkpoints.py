@@ -123,3 +123,10 @@ def copied_in_order(source: Path, target: Path, first: str) -> None:
         shutil.copyfile(path, copy)
         modified_ns = path.stat().st_mtime_ns + (60 + number) * 10**9
         os.utime(copy, ns=(modified_ns, modified_ns))
+
+
+def flip_bits(path: Path, at: int | bytes, bits: int = 1) -> None:
+    """Flip bits of one byte of a file, at a place or where these bytes begin; it keeps its size and gets a new time."""
+    content = bytearray(path.read_bytes())
+    content[at if isinstance(at, int) else content.index(at)] ^= bits
+    path.write_bytes(content)
