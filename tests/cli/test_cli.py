@@ -24,117 +24,111 @@ import reshard_mpi
 from reshard_mpi.cli.arguments import parser
 from reshard_mpi.sharding import strategy_files
 
-
-@pytest.fixture
-def conversion(tmp_path: Path) -> Conversion:
-    return make(tmp_path)
-
-
 # transform
 
 
 @pytest.mark.parametrize("kind", few(1, ENDINGS))
 def test_transform(tmp_path: Path, kind: str) -> None:
-    conversion = make(tmp_path, kind)
-    before = listing(conversion.src)
-    finished = done(*conversion.arguments("transform", "-v"))
+    c = make(tmp_path, kind)
+    before = listing(c.src)
+    finished = done(*c.arguments("transform", "-v"))
     assert re.fullmatch(r"wrote 2 shards, \d+ B in \d+\.\d\d s \(.*/s\)\n", finished.out)
     title = {"ckpt": "MindSpore checkpoint", "hdf5": "HDF5", "safetensors": "safetensors"}[kind]
     source, *targets = [line for line in finished.err.splitlines() if not line.startswith(("planning", "writing"))]
     assert source == f"source: {title}, 4 files, 4 ranks, 4 tensors a rank"
     assert len(targets) == 2
     assert all(re.fullmatch(r"target [01]: \d+ B from 2 source ranks in \d+\.\d\d s", line) for line in targets)
-    assert_right(conversion)
-    assert listing(conversion.src) == before
+    assert_right(c)
+    assert listing(c.src) == before
 
 
-def test_prefix(conversion: Conversion) -> None:
-    conversion.done("transform", "--prefix", "net")
-    assert {path.name for path in conversion.dst.glob("rank_*/*")} == {"net0.ckpt", "net1.ckpt"}
+def test_prefix(c: Conversion) -> None:
+    c.done("transform", "--prefix", "net")
+    assert {path.name for path in c.dst.glob("rank_*/*")} == {"net0.ckpt", "net1.ckpt"}
 
 
-def test_rank(conversion: Conversion) -> None:
-    conversion.done("transform", "--rank", "1")
-    assert_right(conversion, (1,))
-    conversion.done("transform", "--rank", "0", "--rank", "0")
-    assert_right(conversion)
+def test_rank(c: Conversion) -> None:
+    c.done("transform", "--rank", "1")
+    assert_right(c, (1,))
+    c.done("transform", "--rank", "0", "--rank", "0")
+    assert_right(c)
 
 
-def test_part(conversion: Conversion) -> None:
-    conversion.done("transform", "--part", "1/2")
-    assert_right(conversion, (1,))
-    conversion.done("transform", "--part", "0/2")
-    assert_right(conversion)
-    assert conversion.done("transform", "--part", "5/6").out.splitlines()[-1] == "wrote 0 shards"
+def test_part(c: Conversion) -> None:
+    c.done("transform", "--part", "1/2")
+    assert_right(c, (1,))
+    c.done("transform", "--part", "0/2")
+    assert_right(c)
+    assert c.done("transform", "--part", "5/6").out.splitlines()[-1] == "wrote 0 shards"
 
 
-def test_resume_makes_what_is_missing(conversion: Conversion) -> None:
-    conversion.done("transform", "--rank", "0")
-    kept = conversion.written(0).stat()
-    finished = conversion.done("transform", "--resume")
+def test_resume_makes_what_is_missing(c: Conversion) -> None:
+    c.done("transform", "--rank", "0")
+    kept = c.written(0).stat()
+    finished = c.done("transform", "--resume")
     assert "wrote 1 shard," in finished.out and "1 was complete already" in finished.out
-    assert_right(conversion)
-    assert conversion.written(0).stat().st_mtime_ns == kept.st_mtime_ns
+    assert_right(c)
+    assert c.written(0).stat().st_mtime_ns == kept.st_mtime_ns
 
 
-def test_resume_redoes_what_is_not_complete(conversion: Conversion) -> None:
-    conversion.done()
-    whole = conversion.written(0).read_bytes()
-    conversion.written(0).unlink()
-    conversion.written(0).write_bytes(whole[:-1])
-    said = conversion.refused("transform", "--resume")
+def test_resume_redoes_what_is_not_complete(c: Conversion) -> None:
+    c.done()
+    whole = c.written(0).read_bytes()
+    c.written(0).unlink()
+    c.written(0).write_bytes(whole[:-1])
+    said = c.refused("transform", "--resume")
     assert f"{len(whole) - 1} bytes, not the {len(whole)} that this run has written" in said
-    conversion.written(0).unlink()
-    left = conversion.written(1).with_name(".checkpoint_1.ckpt.0123.partial")
+    c.written(0).unlink()
+    left = c.written(1).with_name(".checkpoint_1.ckpt.0123.partial")
     left.write_bytes(b"left by a run that died")
-    conversion.written(1).unlink()
-    conversion.done("transform", "--resume")
-    assert_right(conversion)
+    c.written(1).unlink()
+    c.done("transform", "--resume")
+    assert_right(c)
     assert not left.exists()
 
 
-def test_overwrite_replaces_targets_not_folders(conversion: Conversion) -> None:
-    conversion.done("transform", "--unlisted", "drop")
-    (conversion.dst / "rank_0" / "notes.txt").write_text("mine")
-    conversion.done("transform", "--overwrite")
-    assert (conversion.dst / "rank_0" / "notes.txt").read_text() == "mine"
-    (conversion.dst / "rank_0" / "notes.txt").unlink()
-    assert_right(conversion)
+def test_overwrite_replaces_targets_not_folders(c: Conversion) -> None:
+    c.done("transform", "--unlisted", "drop")
+    (c.dst / "rank_0" / "notes.txt").write_text("mine")
+    c.done("transform", "--overwrite")
+    assert (c.dst / "rank_0" / "notes.txt").read_text() == "mine"
+    (c.dst / "rank_0" / "notes.txt").unlink()
+    assert_right(c)
 
 
 @pytest.mark.slow
-def test_jobs(conversion: Conversion) -> None:
-    conversion.done("transform", "--jobs", "5", "--report", str(conversion.folder / "r"))
-    assert_right(conversion)
-    report = json.loads((conversion.folder / "r").read_text())
+def test_jobs(c: Conversion) -> None:
+    c.done("transform", "--jobs", "5", "--report", str(c.folder / "r"))
+    assert_right(c)
+    report = json.loads((c.folder / "r").read_text())
     assert report["processes"] == 5
     # Each of the two targets is filled by three of them, so one has a part of both.
     assert [target["processes"] for target in report["targets"]] == [3, 3]
     assert [target["process"] for target in report["targets"]] == [0, 2]
 
 
-def test_report(conversion: Conversion) -> None:
-    path = conversion.folder / "report.json"
+def test_report(c: Conversion) -> None:
+    path = c.folder / "report.json"
     layouts = {**DST_LAYOUTS, "never.saved": RawLayout((2,), (0,))}
-    conversion = conversion.but(dst_strategy=conversion.strategy("more", layouts))
-    conversion.done("transform", "--rank", "1")
-    conversion.done("transform", "--resume", "--report", str(path))
+    c = c.but(dst_strategy=c.strategy("more", layouts))
+    c.done("transform", "--rank", "1")
+    c.done("transform", "--resume", "--report", str(path))
     report = json.loads(path.read_text())
     assert set(report) == {
         *("version", "source", "target", "processes", "seconds", "targets", "failures", "absent", "notes", "warnings"),
     }
     assert (report["version"], report["processes"], report["failures"]) == (1, 1, [])
-    assert (report["source"], report["target"]) == (str(conversion.src), str(conversion.dst))
+    assert (report["source"], report["target"]) == (str(c.src), str(c.dst))
     assert report["absent"] == ["never.saved"]
-    again = conversion.arguments("transform", "--overwrite", "--report", str(path))
+    again = c.arguments("transform", "--overwrite", "--report", str(path))
     done(*again)  # an earlier report is replaced
     assert not any(target["skipped"] for target in json.loads(path.read_text())["targets"])
     first, second = report["targets"]
     assert (first["rank"], first["skipped"], second["rank"], second["skipped"]) == (0, False, 1, True)
-    held = sum(array.nbytes for array in expected_rank(conversion.target, TENSORS, 0).values())
+    held = sum(array.nbytes for array in expected_rank(c.target, TENSORS, 0).values())
     assert first["written_bytes"] == first["needed_bytes"] == first["requested_bytes"] == held
     assert first["read_ranks"] == [0, 1]
-    assert first["path"] == str(conversion.written(0))
+    assert first["path"] == str(c.written(0))
 
 
 # Which checkpoint of a folder
@@ -142,46 +136,46 @@ def test_report(conversion: Conversion) -> None:
 
 @of_every_kind
 def test_newest_checkpoint_by_natural_order(tmp_path: Path, kind: str) -> None:
-    conversion = make(tmp_path, kind)
+    c = make(tmp_path, kind)
     for rank in range(4):
-        new = conversion.shard(rank).with_name(f"net-10_5.{ENDINGS[kind]}")
-        conversion.shard(rank).rename(new)
+        new = c.shard(rank).with_name(f"net-10_5.{ENDINGS[kind]}")
+        c.shard(rank).rename(new)
         for older in ("net-9_5", "net-10_4"):
-            conversion.rewrite(rank, {"w": np.zeros((8, 2), np.float32)})
-            conversion.shard(rank).rename(new.with_name(f"{older}.{ENDINGS[kind]}"))
+            c.rewrite(rank, {"w": np.zeros((8, 2), np.float32)})
+            c.shard(rank).rename(new.with_name(f"{older}.{ENDINGS[kind]}"))
         (new.parent / "checkpoint-graph.meta").write_bytes(b"not a shard")
         (new.parent / "strategy.ckpt").write_bytes(b"\x08\x01 not one either")
-    assert f"net-10_5.{ENDINGS[kind]} chosen" in conversion.done().err
-    assert_right(conversion)
+    assert f"net-10_5.{ENDINGS[kind]} chosen" in c.done().err
+    assert_right(c)
 
 
-def test_select(conversion: Conversion) -> None:
+def test_select(c: Conversion) -> None:
     for rank in range(4):
-        conversion.shard(rank).rename(conversion.shard(rank).with_name("net-9_5.ckpt"))
-        conversion.rewrite(rank, {"w": np.zeros((8, 2), np.float32)})
-        conversion.shard(rank).rename(conversion.shard(rank).with_name("net-10_5.ckpt"))
-    conversion.done("transform", "--select", "*-9_*")
-    assert_right(conversion)
-    assert "--select" in conversion.but(dst=conversion.folder / "x").refused("transform", "--select", "*.pt")
+        c.shard(rank).rename(c.shard(rank).with_name("net-9_5.ckpt"))
+        c.rewrite(rank, {"w": np.zeros((8, 2), np.float32)})
+        c.shard(rank).rename(c.shard(rank).with_name("net-10_5.ckpt"))
+    c.done("transform", "--select", "*-9_*")
+    assert_right(c)
+    assert "--select" in c.but(dst=c.folder / "x").refused("transform", "--select", "*.pt")
 
 
 # plan
 
 
-def test_plan(conversion: Conversion) -> None:
-    before = listing(conversion.folder)
-    finished = conversion.done("plan")
+def test_plan(c: Conversion) -> None:
+    before = listing(c.folder)
+    finished = c.done("plan")
     assert finished.err == ""
     source, head, first, second, total = finished.out.splitlines()
     assert source.startswith("source: ") and source.endswith(", 4 files, 4 ranks, 4 tensors a rank")
     assert re.split(r"  +", head.strip()) == ["target", "tensors", "writes", "reads", "peak memory", "source ranks"]
     assert first.split()[:2] == ["0", "4"] and first.endswith("0 1") and second.endswith("2 3")
     assert re.fullmatch(r"2 targets, 392 B; each process needs at most \d+\.\d\d MiB of memory", total)
-    assert listing(conversion.folder) == before
+    assert listing(c.folder) == before
 
 
-def test_plan_json(conversion: Conversion) -> None:
-    finished = conversion.run("plan", "--json", "--rank", "1")
+def test_plan_json(c: Conversion) -> None:
+    finished = c.run("plan", "--json", "--rank", "1")
     planned = json.loads(finished.out)
     assert finished.code == 0 and planned["version"] == 1 and planned["source"].endswith(", 4 tensors a rank")
     (target,) = planned["targets"]
@@ -191,13 +185,13 @@ def test_plan_json(conversion: Conversion) -> None:
     assert (target["absent"], target["notes"]) == ([], [])
 
 
-def test_plan_says_what_transform_says(conversion: Conversion) -> None:
-    conversion.rewrite(1, {"seed": np.array(3)})
-    conversion.rewrite(0, {"seed": np.array(4)})
+def test_plan_says_what_transform_says(c: Conversion) -> None:
+    c.rewrite(1, {"seed": np.array(3)})
+    c.rewrite(0, {"seed": np.array(4)})
     layouts = {**DST_LAYOUTS, "never.saved": RawLayout((2,), (0,))}
-    conversion = conversion.but(dst_strategy=conversion.strategy("more", layouts))
-    planned = conversion.run("plan")
-    finished = conversion.run("transform")
+    c = c.but(dst_strategy=c.strategy("more", layouts))
+    planned = c.run("plan")
+    finished = c.run("transform")
     assert planned.code == finished.code == 0
     assert planned.err == finished.err and "never.saved" in finished.err and "'seed' differs" in finished.err
 
@@ -205,12 +199,12 @@ def test_plan_says_what_transform_says(conversion: Conversion) -> None:
 # ranks
 
 
-def test_ranks(conversion: Conversion) -> None:
-    strategies = ["--src-strategy", str(conversion.src_strategy), "--dst-strategy", str(conversion.dst_strategy)]
+def test_ranks(c: Conversion) -> None:
+    strategies = ["--src-strategy", str(c.src_strategy), "--dst-strategy", str(c.dst_strategy)]
     assert run_here("ranks", "0", *strategies).out == "0\n1\n"
     assert run_here("ranks", "1", *strategies).out == "2\n3\n"
     assert run_here("ranks", "0", *strategies[:2]).out == "0\n1\n"  # one full checkpoint
-    assert run_here("ranks", "3", "--dst-strategy", conversion.src_strategy).out == "0\n"
+    assert run_here("ranks", "3", "--dst-strategy", c.src_strategy).out == "0\n"
 
 
 # merge-strategies
@@ -230,36 +224,36 @@ def test_merge_strategies(tmp_path: Path, name: str) -> None:
 # inspect
 
 
-def test_inspect_a_shard(conversion: Conversion) -> None:
-    finished = done("inspect", conversion.shard(1))
+def test_inspect_a_shard(c: Conversion) -> None:
+    finished = done("inspect", c.shard(1))
     assert finished.out.splitlines()[0] == "ckpt shard: 4 tensors, 196 B"
     assert "  w  float32 [8, 2]  64 B" in finished.out.splitlines()
-    shown = json.loads(run_here("inspect", "--json", conversion.shard(1)).out)
-    assert (shown["kind"], shown["format"], shown["path"]) == ("shard", "ckpt", str(conversion.shard(1)))
+    shown = json.loads(run_here("inspect", "--json", c.shard(1)).out)
+    assert (shown["kind"], shown["format"], shown["path"]) == ("shard", "ckpt", str(c.shard(1)))
     offset, length = shown["tensors"]["b"]["ranges"][0]
-    assert conversion.shard(1).read_bytes()[offset : offset + length] == TENSORS["b"].tobytes()
+    assert c.shard(1).read_bytes()[offset : offset + length] == TENSORS["b"].tobytes()
 
 
-def test_inspect_a_native_shard(conversion: Conversion) -> None:
-    conversion.done("transform", "--to", "hdf5")
-    finished = run_here("inspect", conversion.but(kind="hdf5").written(1))
+def test_inspect_a_native_shard(c: Conversion) -> None:
+    c.done("transform", "--to", "hdf5")
+    finished = run_here("inspect", c.but(kind="hdf5").written(1))
     assert finished.out.splitlines()[0] == "hdf5 shard, rank 1 of 2: 4 tensors, 196 B"
     assert "  w  float32 [4, 4]  64 B  at [4, 0] of [8, 4]" in finished.out.splitlines()
 
 
-def test_inspect_a_checkpoint(conversion: Conversion) -> None:
-    finished = run_here("inspect", conversion.src)
+def test_inspect_a_checkpoint(c: Conversion) -> None:
+    finished = run_here("inspect", c.src)
     assert finished.out.splitlines()[0] == "checkpoint: 4 ranks, ckpt, 784 B of tensors"
-    assert f"  rank 3: 4 tensors, 196 B  {conversion.shard(3)}" in finished.out.splitlines()
-    shown = json.loads(run_here("inspect", "--json", conversion.src).out)
+    assert f"  rank 3: 4 tensors, 196 B  {c.shard(3)}" in finished.out.splitlines()
+    shown = json.loads(run_here("inspect", "--json", c.src).out)
     assert (shown["kind"], shown["ranks"], set(shown["shards"])) == ("checkpoint", 4, {"0", "1", "2", "3"})
 
 
-def test_inspect_a_strategy(conversion: Conversion) -> None:
-    finished = run_here("inspect", conversion.src_strategy)
+def test_inspect_a_strategy(c: Conversion) -> None:
+    finished = run_here("inspect", c.src_strategy)
     assert finished.out.splitlines()[0] == "strategy: 4 ranks in 1 stage, 2 parameters"
     assert "  w  mesh 2x2 split 1=axis1" in finished.out.splitlines()
-    shown = json.loads(run_here("inspect", "--json", conversion.src_strategy).out)
+    shown = json.loads(run_here("inspect", "--json", c.src_strategy).out)
     expected = {"mesh": [2, 2], "split": [[], [1]], "optimizer": 1, "stages": [0]}
     assert shown["kind"] == "strategy" and shown["parameters"]["w"] == [expected]
 
@@ -388,9 +382,9 @@ def test_help_is_light() -> None:
     assert not set(run_command([sys.executable, "-c", code], check=True).out.split()) & HEAVY
 
 
-def test_a_ckpt_job_loads_neither_hdf5_nor_mpi(conversion: Conversion) -> None:
-    assert not modules_after(*conversion.arguments()) & {"h5py", "mpi4py"}
-    assert not modules_after("inspect", str(conversion.shard(0))) & {"h5py", "mpi4py"}
+def test_a_ckpt_job_loads_neither_hdf5_nor_mpi(c: Conversion) -> None:
+    assert not modules_after(*c.arguments()) & {"h5py", "mpi4py"}
+    assert not modules_after("inspect", str(c.shard(0))) & {"h5py", "mpi4py"}
 
 
 def test_module_and_script_are_the_same_command() -> None:
@@ -401,24 +395,24 @@ def test_module_and_script_are_the_same_command() -> None:
         assert run_command([script, "--version"], check=True).out == finished.out
 
 
-def test_output_that_nobody_reads(conversion: Conversion) -> None:
-    command = " ".join([*COMMAND, "inspect", str(conversion.shard(0))])
+def test_output_that_nobody_reads(c: Conversion) -> None:
+    command = " ".join([*COMMAND, "inspect", str(c.shard(0))])
     finished = run_command(["bash", "-c", f"set -o pipefail; {command} | true"])
     assert finished.code == 0 and finished.err == "", finished
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])
 @pytest.mark.parametrize("to", ["2>&1 | true", "2>/dev/full", ">&- 2>&-", "<&- >&-"])
-def test_a_transform_that_nobody_listens_to(conversion: Conversion, jobs: str, to: str) -> None:
-    command = " ".join([*COMMAND, *conversion.arguments("transform", "--jobs", jobs)])
+def test_a_transform_that_nobody_listens_to(c: Conversion, jobs: str, to: str) -> None:
+    command = " ".join([*COMMAND, *c.arguments("transform", "--jobs", jobs)])
     finished = run_command(["bash", "-c", f"set -o pipefail; {command} {to}"])
     assert finished.code == 0, finished
-    assert_right(conversion)
+    assert_right(c)
 
 
 @pytest.mark.slow
-def test_failures_that_nobody_listens_to(conversion: Conversion, tmp_path: Path) -> None:
+def test_failures_that_nobody_listens_to(c: Conversion, tmp_path: Path) -> None:
     env = refusing(tmp_path)
     for jobs in ("1", "2"):
-        command = " ".join([*COMMAND, *conversion.arguments("transform", "--resume", "--jobs", jobs)])
+        command = " ".join([*COMMAND, *c.arguments("transform", "--resume", "--jobs", jobs)])
         assert run_command(["bash", "-c", f"set -o pipefail; {command} 2>&1 | true"], env=env).code == 4

@@ -200,8 +200,7 @@ def test_the_checkpoint_that_the_target_is_to_be_like_and_lengths_of_axes_are_pa
 
 
 @pytest.mark.parametrize("given", GIVEN)
-def test_an_option_is_passed_on(tmp_path: Path, given: str) -> None:
-    c = make(tmp_path)
+def test_an_option_is_passed_on(c: Conversion, tmp_path: Path, given: str) -> None:
     again = [] if given == "--overwrite" else ["--resume"]
     options = options_of(words_of(tmp_path, script_of(c, given)))
     assert options == options_of(c.arguments("transform", given, *again, "--part", "0/2"))
@@ -418,8 +417,7 @@ def test_each_folder_is_mounted_and_only_the_target_may_be_written_to(c: Convers
     assert mounts_of(manifest_of(apart, "--forward", "--map", str(tmp_path / "map.toml"))) == {str(tmp_path): True}
 
 
-def test_a_map_that_comes_with_the_program_is_known_by_its_name(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_a_map_that_comes_with_the_program_is_known_by_its_name(c: Conversion) -> None:
     manifest = yaml.safe_load(
         cluster_script("kubernetes", Request(str(c.src), str(c.dst), map=("hf-llama-megatron",)), Plan((), "a"), 2)
     )

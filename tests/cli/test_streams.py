@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.command_line import COMMAND
-from support.conversions import Conversion, assert_right, make
+from support.conversions import Conversion, assert_right
 from support.launch import MPI, by_one_mpi, mpirun_command
 from support.processes import Finished, run_command
 
@@ -21,55 +21,50 @@ NO_SPACE = "No space left on device"
 FULL = ">/dev/full"
 
 
-@pytest.fixture
-def conversion(tmp_path: Path) -> Conversion:
-    return make(tmp_path)
-
-
 def shell(command: list[str], redirections: str) -> Finished:
     return run_command(["bash", "-c", f"set -o pipefail; {shlex.join(command)} {redirections}"])
 
 
-def assert_complete(conversion: Conversion) -> None:
-    assert (conversion.dst / COMMIT_RECORD).exists()
-    assert_right(conversion)
+def assert_complete(c: Conversion) -> None:
+    assert (c.dst / COMMIT_RECORD).exists()
+    assert_right(c)
 
 
 # What only tells of what has been done
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])
-def test_a_transform_whose_summary_cannot_be_written(conversion: Conversion, jobs: str) -> None:
-    command = [*COMMAND, *conversion.arguments("transform", "--progress", "none", "--jobs", jobs)]
+def test_a_transform_whose_summary_cannot_be_written(c: Conversion, jobs: str) -> None:
+    command = [*COMMAND, *c.arguments("transform", "--progress", "none", "--jobs", jobs)]
     finished = shell(command, FULL)
     assert finished.code == 0, finished
     warning = f"warning: standard output cannot be written ({NO_SPACE}); what is done stands: wrote 2 shards, "
     assert finished.err.startswith(warning) and finished.err.count("\n") == 1, finished
-    assert_complete(conversion)
+    assert_complete(c)
     assert shell([*command, "--resume"], f"{FULL} 2>&1").code == 0
 
 
 @pytest.mark.slow
-def test_a_commit_and_a_demo_whose_account_cannot_be_written(conversion: Conversion, tmp_path: Path) -> None:
+def test_a_commit_and_a_demo_whose_account_cannot_be_written(c: Conversion, tmp_path: Path) -> None:
     for rank in ("0", "1"):
-        shell([*COMMAND, *conversion.arguments("transform", "--rank", rank)], "")
+        shell([*COMMAND, *c.arguments("transform", "--rank", rank)], "")
     for command, account in (
-        (["commit", str(conversion.dst)], "committed 2 targets"),
+        (["commit", str(c.dst)], "committed 2 targets"),
         (["demo", str(tmp_path / "demo")], "demo: "),
     ):
         finished = shell([*COMMAND, *command], FULL)
         assert finished.code == 0 and f"what is done stands: {account}" in finished.err, finished
-    assert_complete(conversion)
+    assert_complete(c)
 
 
 @by_one_mpi
-def test_ranks_whose_summary_cannot_be_written(conversion: Conversion, mpi: MPI) -> None:
+def test_ranks_whose_summary_cannot_be_written(c: Conversion, mpi: MPI) -> None:
     """Nor is it tried again when the interpreter ends, with an exit code of its own."""
-    ranks = shlex.join([*COMMAND, *conversion.arguments()])
+    ranks = shlex.join([*COMMAND, *c.arguments()])
     for stream in ("1", "2"):
         command = mpirun_command(mpi, 2, ["bash", "-c", f"{ranks} --overwrite {stream}>/dev/full"])
         assert run_command(command).code == 0
-        assert_complete(conversion)
+        assert_complete(c)
 
 
 # What a command is for
@@ -81,16 +76,16 @@ PRODUCTS = (
 )
 
 
-def products(conversion: Conversion) -> dict[str, list[str]]:
-    strategies = ["--src-strategy", str(conversion.src_strategy), "--dst-strategy", str(conversion.dst_strategy)]
+def products(c: Conversion) -> dict[str, list[str]]:
+    strategies = ["--src-strategy", str(c.src_strategy), "--dst-strategy", str(c.dst_strategy)]
     return {
-        "plan": conversion.arguments("plan"),
-        "plan --json": conversion.arguments("plan", "--json"),
-        "plan --sbatch": conversion.arguments("plan", "--sbatch"),
+        "plan": c.arguments("plan"),
+        "plan --json": c.arguments("plan", "--json"),
+        "plan --sbatch": c.arguments("plan", "--sbatch"),
         "verify": [
             "verify",
-            str(conversion.src),
-            str(conversion.src),
+            str(c.src),
+            str(c.src),
             *strategies[:2],
             "--dst-strategy",
             strategies[1],
@@ -99,8 +94,8 @@ def products(conversion: Conversion) -> dict[str, list[str]]:
         ],
         "ranks": ["ranks", "0", *strategies],
         "governor": ["governor"],
-        "inspect": ["inspect", str(conversion.src)],
-        "inspect --json": ["inspect", "--json", str(conversion.src)],
+        "inspect": ["inspect", str(c.src)],
+        "inspect --json": ["inspect", "--json", str(c.src)],
         "--help": ["--help"],
         "transform --help": ["transform", "--help"],
         "--version": ["--version"],
@@ -108,8 +103,8 @@ def products(conversion: Conversion) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", [name for name in PRODUCTS if name != "--help" and "--json" not in name])
-def test_output_that_cannot_be_written(conversion: Conversion, name: str) -> None:
-    command = [*COMMAND, *products(conversion)[name]]
+def test_output_that_cannot_be_written(c: Conversion, name: str) -> None:
+    command = [*COMMAND, *products(c)[name]]
     finished = shell(command, FULL)
     assert finished.code == 3, finished
     assert finished.err.startswith("reshard-mpi: error: the output cannot be written\n  expected: "), finished
@@ -122,9 +117,9 @@ def test_output_that_cannot_be_written(conversion: Conversion, name: str) -> Non
     ("redirections", "names"),
     [("| true", PRODUCTS), *((other, ("plan", "--help")) for other in (">&-", "2>/dev/full", "2>&-", ">&- 2>&- <&-"))],
 )
-def test_output_that_nobody_wants(conversion: Conversion, redirections: str, names: Sequence[str]) -> None:
+def test_output_that_nobody_wants(c: Conversion, redirections: str, names: Sequence[str]) -> None:
     for name in names:
-        finished = shell([*COMMAND, *products(conversion)[name]], redirections)
+        finished = shell([*COMMAND, *products(c)[name]], redirections)
         assert finished.code == 0 and finished.err == "", finished
 
 
@@ -136,9 +131,9 @@ def test_wrong_usage_that_cannot_be_told(tmp_path: Path) -> None:
 # The report
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, conversion: Conversion, what: str) -> Path:
+def failing(monkeypatch: pytest.MonkeyPatch, c: Conversion, what: str) -> Path:
     """Return a path for a report, which goes to a full disk, or whose folder is gone when it is written."""
-    path = conversion.folder / "reports" / "report.json"
+    path = c.folder / "reports" / "report.json"
     path.parent.mkdir()
     written = output.write_report
 
@@ -151,29 +146,27 @@ def failing(monkeypatch: pytest.MonkeyPatch, conversion: Conversion, what: str) 
 
 
 @pytest.mark.parametrize(("what", "got"), [("gone", "No such file or directory"), ("full", NO_SPACE)])
-def test_a_report_that_cannot_be_written(
-    conversion: Conversion, monkeypatch: pytest.MonkeyPatch, what: str, got: str
-) -> None:
-    path = failing(monkeypatch, conversion, what)
-    finished = conversion.run("transform", "--report", str(path))
+def test_a_report_that_cannot_be_written(c: Conversion, monkeypatch: pytest.MonkeyPatch, what: str, got: str) -> None:
+    path = failing(monkeypatch, c, what)
+    finished = c.run("transform", "--report", str(path))
     assert finished.code == 4 and finished.out.startswith("wrote 2 shards, "), finished
     error = finished.err[finished.err.index("reshard-mpi: error: ") :]
     problem = "the report could not be written; all targets of this run are complete"
     assert error.startswith(f"reshard-mpi: error: {problem}\n  expected: "), finished
     assert f"got: {got}" in error and f"where: {path}" in error and "--resume --report" in error
     assert not path.is_symlink()  # nothing that is no report is left
-    assert_complete(conversion)
+    assert_complete(c)
     monkeypatch.undo()
     path.parent.mkdir(exist_ok=True)
-    conversion.done("transform", "--resume", "--report", str(path))
+    c.done("transform", "--resume", "--report", str(path))
     assert [target["skipped"] for target in json.loads(path.read_text())["targets"]] == [True, True]
 
 
-def test_neither_targets_nor_a_report(conversion: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_targets_nor_a_report(c: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
     """What failed is told first of all, and the report is no longer said to be the only thing missing."""
-    path = failing(monkeypatch, conversion, "full")
+    path = failing(monkeypatch, c, "full")
     monkeypatch.setattr("reshard_mpi.runs.target_writer.Writer.finish", _refuse)
-    said = conversion.refused("transform", "--report", str(path), code=4)
+    said = c.refused("transform", "--report", str(path), code=4)
     assert "2 of 2 targets failed" in said
     assert "the report could not be written\n" in said
 

@@ -210,8 +210,7 @@ def test_files_that_somebody_has_changed_are_not_removed(tmp_path: Path, change:
 
 
 @pytest.mark.slow
-def test_several_processes_of_a_function(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_several_processes_of_a_function(c: Conversion, tmp_path: Path) -> None:
     report = reshard_mpi.transform(
         c.src, tmp_path / "hf", c.src_strategy, to="hf", max_shard_size="140 B", jobs=2, verify=True
     )
@@ -503,8 +502,7 @@ def test_what_may_be_a_slice_is_left_out(unified: Path) -> None:
         assert parts and made.keys() == parts
 
 
-def test_targets_are_not_written_beside_other_files(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_targets_are_not_written_beside_other_files(c: Conversion, tmp_path: Path) -> None:
     stale = tmp_path / "hf" / SINGLE
     stale.parent.mkdir()
     stale.write_bytes(b"precious")

@@ -55,8 +55,7 @@ def test_heads_that_say_what_cannot_be(tmp_path: Path, head: str) -> None:
 
 
 @pytest.mark.usefixtures("registered_toys")
-def test_there_and_back(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_there_and_back(c: Conversion, tmp_path: Path) -> None:
     toys = c.but(dst=tmp_path / "toys", options=("--prefix", "t"))
     toys.done("transform", "--to", "toy", "--verify")
     assert [path.name for path in sorted(toys.dst.glob("rank_*/*"))] == ["t0.toy", "t1.toy"]
@@ -91,8 +90,7 @@ def test_a_damaged_file_of_a_folder_is_found(c: Conversion) -> None:
     assert str(part) in refused("verify", toys.dst, "--jobs", "1", code=4)
 
 
-def test_the_latest_folder_by_a_pointer_of_the_format(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_the_latest_folder_by_a_pointer_of_the_format(c: Conversion, tmp_path: Path) -> None:
     formats.register(toy_format.INFO)
     formats.register(toy_folder.INFO._replace(pointer_files=("newest",)))
     try:

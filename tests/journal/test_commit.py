@@ -262,9 +262,8 @@ def state(c: Conversion, name: str) -> Path:
 
 
 @pytest.mark.parametrize("form", few(1, ["ckpt", "dcp", "hf"]))
-def test_what_is_committed_stays_so_whatever_becomes_of_the_source(tmp_path: Path, form: str) -> None:
+def test_what_is_committed_stays_so_whatever_becomes_of_the_source(c: Conversion, form: str) -> None:
     """A last job that is run again meets a training that has begun to save anew."""
-    c = make(tmp_path)
     given = ("--to", form, *(("--max-shard-size", "100") if form == "hf" else ("--dst-strategy", c.dst_strategy)))
     done("transform", c.src, c.dst, "--src-strategy", c.src_strategy, *given)
     before = listing(c.dst)

@@ -50,8 +50,7 @@ def files(folder: Path) -> dict[str, bytes | None]:
 @of_all_saves
 @pytest.mark.parametrize("form", few(1, ["ckpt", "safetensors"]))
 @pytest.mark.parametrize("is_committed", few(1, [True, False]))
-def test_overwriting_in_another_format_leaves_it(tmp_path: Path, saved: str, form: str, is_committed: bool) -> None:
-    c = make(tmp_path)
+def test_overwriting_in_another_format_leaves_it(c: Conversion, saved: str, form: str, is_committed: bool) -> None:
     done(*command(c, saved.split(maxsplit=1)[0]))
     if not is_committed:
         (c.dst / "reshard.json").unlink()
@@ -136,9 +135,8 @@ def test_a_target_that_is_replaced_while_a_run_commits(
 
 
 @pytest.mark.parametrize("form", few(1, ["dcp", "hf"]))
-def test_an_index_without_its_commit_record_is_the_runs_own(tmp_path: Path, form: str) -> None:
+def test_an_index_without_its_commit_record_is_the_runs_own(c: Conversion, form: str) -> None:
     """A process that commits may be killed in between."""
-    c = make(tmp_path)
     done(*command(c, form))
     made = files(c.dst)
     for way in (("commit", str(c.dst)), command(c, form, "--resume")):

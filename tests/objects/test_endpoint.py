@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.command_line import run_apart, run_here
-from support.conversions import make, shards
+from support.conversions import Conversion, make, shards
 from support.full_checkpoints import floats, source_of
 from support.launch import MPI
 from support.object_servers import Bucket, upload
@@ -30,8 +30,7 @@ def test_what_is_no_address_of_a_server(word: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_it_goes_before_the_environment(moto: Bucket, tmp_path: Path, jobs: int) -> None:
-    c = make(tmp_path)
+def test_it_goes_before_the_environment(moto: Bucket, c: Conversion, tmp_path: Path, jobs: int) -> None:
     upload(tmp_path, moto / "c")
     words = [moto / "c/src", tmp_path / "out", "--src-strategy", moto / "c/src_strategy", "--jobs", str(jobs)]
     words += ["--dst-strategy", c.dst_strategy, "--s3-endpoint", moto.server.endpoint]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.checkpoints import write_ranks
-from support.conversions import TENSORS, make
+from support.conversions import TENSORS, Conversion
 from support.fault_proxy import FaultProxy, Operation
 from support.full_checkpoints import floats, held, source_of
 from support.object_servers import Bucket, delete, upload
@@ -18,8 +18,7 @@ import reshard_mpi
 from reshard_mpi.errors import DisagreementError, ReshardError
 
 
-def test_an_open_checkpoint_is_read_by_slices(moto: Bucket, tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_an_open_checkpoint_is_read_by_slices(moto: Bucket, c: Conversion, tmp_path: Path) -> None:
     upload(tmp_path, moto / "c")
     options = {"src_strategy": moto / "c/src_strategy"}
     with reshard_mpi.open(moto / "c/src", **options) as checkpoint:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 
 import pytest
-from support.conversions import make
+from support.conversions import Conversion
 from support.processes import HANG_SECONDS
 
 from reshard_mpi.processes.imports import fresh_interpreter
@@ -16,8 +15,7 @@ from reshard_mpi.runs.workers import _START
 
 
 @pytest.mark.slow
-def test_one_whose_caller_was_killed_meanwhile_begins_no_run(tmp_path: Path) -> None:
-    c = make(tmp_path)
+def test_one_whose_caller_was_killed_meanwhile_begins_no_run(c: Conversion) -> None:
     ours, theirs = Channel.pair()
     ours.send((Request(*map(str, c.paths)), 1, Task.CONVERT))
     ours.close()

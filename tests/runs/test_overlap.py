@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.checkpoints import read_shard
 from support.command_line import run_here
-from support.conversions import Conversion, listing, make, shards
+from support.conversions import Conversion, listing, shards
 from support.examples import few
 
 import reshard_mpi
@@ -18,11 +18,6 @@ from reshard_mpi.errors import TargetError
 
 IN_SOURCE = "the target lies in a rank folder of the source"
 IN_TARGET = "the source lies in a rank folder of the target"
-
-
-@pytest.fixture
-def c(tmp_path: Path) -> Conversion:
-    return make(tmp_path)
 
 
 def in_a_rank_folder(c: Conversion) -> Conversion:
