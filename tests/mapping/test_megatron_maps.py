@@ -294,10 +294,48 @@ def alternative(tensors: Tensors, family: str) -> Tensors:
 def test_names_of_other_layers_are_told_by_a_checkpoint(tmp_path: Path, family: str) -> None:
     sizes, name = Sizes.drawn(20), name_of(family)
     both = model_of(family, sizes, sizes.multiple)
-    expected = alternative(both.theirs, family)
-    write_shard({key: np.zeros_like(array) for key, array in expected.items()}, tmp_path / "like.safetensors")
-    assert_same(through(tmp_path, both.ours, name, sizes.config, like=tmp_path / "like.safetensors"), expected)
-    assert_same(through(tmp_path, expected, name, sizes.config), both.ours)
+    layouts = {name: alternative(both.theirs, family)}
+    if MAPS.get(family) == "llama":  # in torch_dist, experts are not by themselves
+        layouts[f"{name}-dist"] = with_stacked_layers(layouts[name])
+    for layout, expected in layouts.items():
+        write_shard({key: np.zeros_like(array) for key, array in expected.items()}, tmp_path / "like.safetensors")
+        assert_same(through(tmp_path, both.ours, layout, sizes.config, like=tmp_path / "like.safetensors"), expected)
+        assert_same(through(tmp_path, expected, layout, sizes.config), both.ours)
+
+
+def llamas(seed: int = 20) -> tuple[Both, Both, dict[str, int]]:
+    """Return a model with a head of its own, one of the same sizes whose head is tied, and their configuration."""
+    sizes = Sizes.drawn(seed)
+    apart, tied = (model_of("llama", sizes._replace(is_tied=is_tied), sizes.multiple) for is_tied in (False, True))
+    return apart, tied, sizes.config
+
+
+@pytest.mark.parametrize("ours", few(1, [False, True]), ids=["head here", "tied here"])
+@pytest.mark.parametrize("theirs", [False, True], ids=["head there", "tied there"])
+def test_tied_heads(tmp_path: Path, ours: bool, theirs: bool) -> None:
+    _, (here, there), config = llamas()
+    here |= {} if ours else {"lm_head.weight": here["model.embed_tokens.weight"]}
+    there |= {} if theirs else {"output_layer.weight": there["embedding.word_embeddings.weight"]}
+    for source, target in ((here, there), (there, here)):
+        write_shard(target, tmp_path / "like.safetensors")
+        made = through(tmp_path, source, "hf-llama-megatron", config, like=tmp_path / "like.safetensors")
+        assert_same(made, target)
+
+
+def test_tied_heads_that_differ_are_refused(tmp_path: Path) -> None:
+    apart, tied, config = llamas()
+    for source, like in ((apart.ours, tied.theirs), (apart.theirs, tied.ours)):
+        write_shard(like, tmp_path / "like.safetensors")
+        with pytest.raises(MapError, match="one tensor is taken for several, and they differ"):
+            through(tmp_path, source, "hf-llama-megatron", config, like=tmp_path / "like.safetensors")
+
+
+def test_megatron_needs_the_configuration(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.safetensors" for number in range(2)]
+    for path, tensors in zip(paths, llamas()[0]):
+        write_shard(tensors, path)
+    with pytest.raises(MapError, match=r"--config FILE\.json"):
+        reshard_mpi.load_rank(0, paths[0], map="hf-llama-megatron", like=paths[1])
 
 
 @pytest.mark.parametrize("family", few(1, FAMILIES))
@@ -394,8 +432,9 @@ def test_a_model_of_old_whose_configuration_has_no_groups(tmp_path: Path) -> Non
         assert_same(through(tmp_path, both.theirs, "hf-llama-megatron", config), both.ours)
 
 
-def test_more_ranks_than_groups_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_more_ranks_than_groups_are_refused(tmp_path: Path, family: str) -> None:
     sizes = Sizes.drawn(6)._replace(groups=2)
-    ours = model_of("mixtral", sizes, 1).ours
+    ours = model_of(family, sizes, 1).ours
     with pytest.raises((MapError, StrategyError), match="length of 'g' cannot be computed"):
-        through(tmp_path, ours, "hf-mixtral-megatron-tp", sizes.config | {"tensor_model_parallel_size": 4})
+        through(tmp_path, ours, f"{name_of(family)}-tp", sizes.config | {"tensor_model_parallel_size": 4})

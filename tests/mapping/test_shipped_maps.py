@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from support.checkpoints import as_read, read_shard, write_shard
+from support.checkpoints import write_shard
 from support.examples import few
 from support.full_checkpoints import Weights
 
@@ -79,119 +79,6 @@ def llama(*, is_tied: bool = False, is_qwen: bool = False) -> Tensors:
     return tensors
 
 
-def padded(rows: Array, multiple: int) -> Array:
-    more = -len(rows) % multiple
-    return np.concatenate([rows, np.zeros((more, *rows.shape[1:]), rows.dtype)])
-
-
-def fused_by_group(query: Array, key: Array, value: Array) -> Array:
-    """Return what Megatron calls linear_qkv: for each group its queries, then its key, then its value."""
-    of_group = HEADS // GROUPS * HEAD
-    parts = []
-    for group in range(GROUPS):
-        parts.append(query[group * of_group : (group + 1) * of_group])
-        parts.append(key[group * HEAD : (group + 1) * HEAD])
-        parts.append(value[group * HEAD : (group + 1) * HEAD])
-    return np.concatenate(parts)
-
-
-def megatron(model: Tensors, *, is_tied: bool = False, multiple: int = 8, has_fused_norms: bool = True) -> Tensors:
-    """Return the tensors of a Llama as Megatron-Core has them."""
-    tensors = {"embedding.word_embeddings.weight": padded(model["model.embed_tokens.weight"], multiple)}
-    for layer in range(LAYERS):
-        at, to = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        for kind in ("weight", "bias"):
-            names = [f"{at}self_attn.{part}_proj.{kind}" for part in "qkv"]
-            if names[0] in model:
-                tensors[f"{to}self_attention.linear_qkv.{kind}"] = fused_by_group(*(model[name] for name in names))
-        for name in "qk" if f"{at}self_attn.q_norm.weight" in model else "":
-            tensors[f"{to}self_attention.{name}_layernorm.weight"] = model[f"{at}self_attn.{name}_norm.weight"]
-        tensors[f"{to}self_attention.linear_proj.weight"] = model[f"{at}self_attn.o_proj.weight"]
-        gate_and_up = [model[f"{at}mlp.{part}_proj.weight"] for part in ("gate", "up")]
-        tensors[f"{to}mlp.linear_fc1.weight"] = np.concatenate(gate_and_up)
-        tensors[f"{to}mlp.linear_fc2.weight"] = model[f"{at}mlp.down_proj.weight"]
-        first, second = model[f"{at}input_layernorm.weight"], model[f"{at}post_attention_layernorm.weight"]
-        if has_fused_norms:
-            tensors[f"{to}self_attention.linear_qkv.layer_norm_weight"] = first
-            tensors[f"{to}mlp.linear_fc1.layer_norm_weight"] = second
-        else:
-            tensors[f"{to}input_layernorm.weight"] = first
-            tensors[f"{to}pre_mlp_layernorm.weight"] = second
-    tensors["decoder.final_layernorm.weight"] = model["model.norm.weight"]
-    if not is_tied:
-        head = model.get("lm_head.weight", model["model.embed_tokens.weight"])
-        tensors["output_layer.weight"] = padded(head, multiple)
-    return tensors
-
-
-def with_stacked_layers(tensors: Tensors) -> Tensors:
-    """Return the tensors of Megatron-Core as its torch_dist form has them: those of all layers in one."""
-    stacked = {name: array for name, array in tensors.items() if not name.startswith("decoder.layers.")}
-    for name in tensors:
-        if name.startswith("decoder.layers.0."):
-            layers = [tensors[name.replace(".0.", f".{layer}.", 1)] for layer in range(LAYERS)]
-            stacked[name.replace(".0.", ".", 1)] = np.stack(layers)
-    return stacked
-
-
-@pytest.mark.parametrize("is_qwen", few(1, [False, True]), ids=["llama", "qwen"])
-@pytest.mark.parametrize("has_fused_norms", few(1, [False, True]), ids=["local", "transformer engine"])
-@pytest.mark.parametrize("is_tied", few(1, [False, True]), ids=["", "tied"])
-def test_llama_to_torch_dist_and_back(tmp_path: Path, is_qwen: bool, has_fused_norms: bool, is_tied: bool) -> None:
-    through, model = Through("hf-llama-megatron-dist", tmp_path), llama(is_qwen=is_qwen, is_tied=is_tied)
-    expected = with_stacked_layers(megatron(model, has_fused_norms=has_fused_norms, is_tied=is_tied))
-    assert_same(through(model, like=expected), expected)
-    assert_same(through(expected), model)
-
-
-def with_equal_head(model: Tensors) -> Tensors:
-    return {**model, "lm_head.weight": model["model.embed_tokens.weight"]}
-
-
-@pytest.mark.parametrize("is_qwen", few(1, [False, True]), ids=["llama", "qwen"])
-@pytest.mark.parametrize("has_fused_norms", [False, True], ids=["local", "transformer engine"])
-def test_llama_to_megatron_and_back(tmp_path: Path, is_qwen: bool, has_fused_norms: bool) -> None:
-    through, model = Through("hf-llama-megatron", tmp_path), llama(is_qwen=is_qwen)
-    expected = megatron(model, has_fused_norms=has_fused_norms)
-    assert_same(through(model, like=expected), expected)
-    assert_same(through(expected), model)
-
-
-def of_megatron_rank(model: Tensors, rank: int, ranks: int) -> Tensors:
-    """Return what a tensor-parallel rank of Megatron-Core has: its part of gate_proj, then its part of up_proj."""
-    tensors = {}
-    for name, array in megatron(model, multiple=4 * ranks).items():
-        if name.endswith("linear_fc1.weight"):
-            array = np.concatenate([np.split(part, ranks)[rank] for part in np.split(array, 2)])
-        elif name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-            array = np.split(array, ranks, axis=1)[rank]
-        elif "norm" not in name:
-            array = np.split(array, ranks)[rank]
-        tensors[name] = array
-    return tensors
-
-
-@pytest.mark.parametrize("is_qwen", few(1, [False, True]), ids=["llama", "qwen"])
-def test_llama_to_ranks_of_megatron_and_back(tmp_path: Path, is_qwen: bool) -> None:
-    model = llama(is_qwen=is_qwen)
-    write_shard(model, tmp_path / "llama.safetensors")
-    keys = {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 4}
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | keys))
-    rules = ((["*norm*"], ""), (["*linear_proj*", "*linear_fc2*"], 'split = { 1 = ["tensor"] }'))
-    text = "mesh = { tensor = 2 }\n"
-    for patterns, split in (*rules, (["*"], 'split = { 0 = ["tensor"] }')):
-        text += "".join(f'[[parameter]]\nmatch = "{pattern}"\n{split}\n' for pattern in patterns)
-    (tmp_path / "two.toml").write_text(text)
-    through = {"map": "hf-llama-megatron-tp", "config": tmp_path / "config.json"}
-    reshard_mpi.transform(
-        tmp_path / "llama.safetensors", tmp_path / "ranks", dst_strategy=tmp_path / "two.toml", **through
-    )
-    for rank in range(2):
-        file = tmp_path / "ranks" / f"rank_{rank}" / f"checkpoint_{rank}.safetensors"
-        assert read_shard(file) == as_read(of_megatron_rank(model, rank, 2))
-    assert_same(reshard_mpi.load_rank(0, tmp_path / "ranks", tmp_path / "two.toml", **through), model)
-
-
 @pytest.mark.parametrize("name", few(1, ["hf-llama-megatron-tp", "hf-llama-megatron"]))
 @pytest.mark.parametrize(("tensor_parallel", "ranks"), few(1, [(1, 2), (2, 4), (2, 2), (2, 1)]))
 def test_a_configuration_that_contradicts_the_strategy(
@@ -226,42 +113,6 @@ def test_a_configuration_that_contradicts_the_strategy(
         with pytest.raises(StrategyError, match=f"strategy of the {side} contradicts the configuration") as caught:
             load()
         assert "linear_fc1" in str(caught.value) and "tensor_model_parallel_size" in str(caught.value)
-
-
-def test_groups_that_would_be_cut_are_refused(tmp_path: Path) -> None:
-    write_shard(llama(), tmp_path / "llama.safetensors")
-    keys = {"tensor_model_parallel_size": 4, "make_vocab_size_divisible_by": 4}
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | keys))
-    with pytest.raises(MapError, match="length of 'g' cannot be computed"):
-        reshard_mpi.load_rank(
-            0, tmp_path / "llama.safetensors", map="hf-llama-megatron-tp", config=tmp_path / "config.json"
-        )
-
-
-@pytest.mark.parametrize("ours", few(1, [False, True]), ids=["head here", "tied here"])
-@pytest.mark.parametrize("theirs", [False, True], ids=["head there", "tied there"])
-def test_tied_heads(tmp_path: Path, ours: bool, theirs: bool) -> None:
-    through, tied = Through("hf-llama-megatron", tmp_path), llama(is_tied=True)
-    model = tied if ours else with_equal_head(tied)
-    other = megatron(tied, is_tied=theirs)
-    assert_same(through(model, like=other), other)
-    assert_same(through(other, like=model), model)
-
-
-def test_tied_heads_that_differ_are_refused(tmp_path: Path) -> None:
-    through, model = Through("hf-llama-megatron", tmp_path), llama()
-    with pytest.raises(MapError, match="one tensor is taken for several, and they differ"):
-        through(model, like=megatron(llama(is_tied=True), is_tied=True))
-    with pytest.raises(MapError, match="one tensor is taken for several, and they differ"):
-        through(megatron(model), like=llama(is_tied=True))
-
-
-def test_megatron_needs_the_configuration(tmp_path: Path) -> None:
-    through, model = Through("hf-llama-megatron", tmp_path), llama()
-    assert_same(through(model), megatron(model, multiple=1))
-    assert_same(through(model, axis={"m": 8}), megatron(model))
-    with pytest.raises(MapError, match=r"--config FILE\.json"):
-        through(model, like=megatron(model), config=False)
 
 
 def mindformers(model: Tensors, form: str) -> Tensors:
