@@ -22,7 +22,6 @@ import pytest
 from support.command_line import COMMAND, done, refused, run_here
 from support.conversions import (
     DST_LAYOUTS,
-    TENSORS,
     Conversion,
     assert_right,
     four_targets,
@@ -512,12 +511,6 @@ def commit_two(folder: Path) -> None:
     assert (folder / "reshard.json").exists()
 
 
-def test_a_target_that_is_written_withdraws_it(tmp_path: Path) -> None:
-    commit_two(tmp_path)
-    write(tmp_path, 2, 0)
-    assert not (tmp_path / "reshard.json").exists()
-
-
 def test_one_that_replaces_a_target_without_a_journal_withdraws_it(c: Conversion) -> None:
     arguments = (c.src, c.dst, "checkpoint_", c.src_strategy, c.dst_strategy)
     c.done()
@@ -724,10 +717,3 @@ def test_array_tasks_at_once(tmp_path: Path) -> None:
 def test_nothing_is_made_of_a_part_of_nothing(c: Conversion) -> None:
     assert c.run("transform", "--part", "2/3").ended == (0, "")
     assert not c.dst.exists()
-
-
-def test_a_committed_checkpoint_is_a_source_like_any_other(c: Conversion, tmp_path: Path) -> None:
-    c.done()
-    back = c.but(src=c.dst, dst=tmp_path / "back", src_strategy=c.dst_strategy, dst_strategy=None)
-    assert back.run().ended == (0, "")
-    assert reshard_mpi.load_rank(0, back.dst)["w"].tobytes() == TENSORS["w"].tobytes()

@@ -36,29 +36,6 @@ SRC_CUT = SRC_LAYOUTS["w"]
 # A rule for all tensors
 
 
-@pytest.mark.parametrize("ending", few(1, [".ckpt", ".h5"]))
-@pytest.mark.parametrize("cut", few(1, ['split = { 0 = ["card"] }', 'optimizer = ["card"]']))
-def test_a_rule_that_cuts_all_replicates_scalars(tmp_path: Path, ending: str, cut: str) -> None:
-    tensors = {
-        "w": np.arange(24, dtype=np.float32).reshape(8, 3),
-        "b": np.arange(4, dtype=np.float16) + np.float16(0.5),
-        "scale": np.array(2.5, np.float32),
-        "step": np.array(7, np.int64),
-    }
-    write_shard(tensors, tmp_path / "one.ckpt")
-    spec = tmp_path / "all.toml"
-    spec.write_text(f'mesh = {{ card = 4 }}\n[[parameter]]\nmatch = "*"\n{cut}')
-    to = "hdf5" if ending == ".h5" else "ckpt"
-    reshard_mpi.transform(tmp_path / "one.ckpt", tmp_path / "four", dst_strategy=spec, to=to)
-    for rank in range(4):
-        expected = {"w": tensors["w"][rank * 2 : rank * 2 + 2], "b": tensors["b"][rank : rank + 1]}
-        expected |= {name: tensors[name] for name in ("scale", "step")}
-        assert read_shard(tmp_path / "four" / f"rank_{rank}" / f"checkpoint_{rank}{ending}") == as_read(expected)
-    source = {} if ending == ".h5" else {"src_strategy": spec}
-    reshard_mpi.transform(tmp_path / "four", tmp_path / "back", to="ckpt", replicas="check", **source)
-    assert read_shard(tmp_path / "back" / "rank_0" / "checkpoint_0.ckpt") == as_read(tensors)
-
-
 def test_a_rule_that_cuts_all_does_not_excuse_scalars_that_differ(tmp_path: Path) -> None:
     """Whole scalars are copies like any others."""
     for rank in range(2):

@@ -39,12 +39,6 @@ def test_the_same_in_another_layout_and_format(c: Conversion, tmp_path: Path, ki
     assert said.code == 0 and said.out.startswith("compared 4 tensors, ") and said.out.endswith(": the same\n"), said
 
 
-def test_two_layouts(c: Conversion) -> None:
-    c.done("transform")
-    said = diff(c, c.dst, "--dst-strategy", str(c.dst_strategy))
-    assert said.code == 0 and "compared 4 tensors" in said.out, said
-
-
 def test_one_element(c: Conversion, tmp_path: Path) -> None:
     changed = TENSORS["w"].copy()
     changed[5, 2] = 0.5

@@ -12,19 +12,20 @@ from support.examples import few
 import reshard_mpi
 from reshard_mpi.errors import ReshardError, TargetError
 
+SPLIT = 'split = { 0 = ["dp"] }'
 KINDS = {"ckpt": "ckpt", "hdf5": "h5"}
 TENSORS: Arrays = {
     "model.w": np.arange(12 * 3, dtype=np.float32).reshape(12, 3),
-    "model.b": np.arange(12, dtype=np.float32),
+    "model.b": np.arange(12, dtype=np.float16) + np.float16(0.5),
     "optimizer.w.step": np.array(7, np.float32),
     "epoch": np.array(3, np.int64),
 }
 
 
-def everything_over(ranks: int, folder: Path) -> Path:
+def everything_over(ranks: int, folder: Path, cut: str = SPLIT) -> Path:
     """Write a spec by which each rank has a part of the rows of every tensor; return its path."""
     path = folder / f"over_{ranks}.toml"
-    path.write_text(f'mesh = {{ dp = {ranks} }}\n[[parameter]]\nmatch = "*"\nsplit = {{ 0 = ["dp"] }}\n')
+    path.write_text(f'mesh = {{ dp = {ranks} }}\n[[parameter]]\nmatch = "*"\n{cut}\n')
     return path
 
 
@@ -64,10 +65,13 @@ def test_a_counter_of_which_most_ranks_have_an_empty_slice(tmp_path: Path, kind:
 
 
 @pytest.mark.parametrize("kind", few(1, KINDS))
-@pytest.mark.parametrize(("first", "second"), few(1, [(2, 4), (4, 3), (3, 2), (6, 1)]))
-def test_rows_are_cut_and_scalars_are_not(tmp_path: Path, kind: str, first: int, second: int) -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "cut"),
+    few(1, [*((*ranks, SPLIT) for ranks in ((2, 4), (4, 3), (3, 2), (6, 1))), (4, 2, 'optimizer = ["dp"]')]),
+)
+def test_rows_are_cut_and_scalars_are_not(tmp_path: Path, kind: str, first: int, second: int, cut: str) -> None:
     write_shard(TENSORS, tmp_path / "one.ckpt")
-    over = {ranks: everything_over(ranks, tmp_path) for ranks in (first, second)}
+    over = {ranks: everything_over(ranks, tmp_path, cut) for ranks in (first, second)}
     reshard_mpi.transform(tmp_path / "one.ckpt", tmp_path / "a", dst_strategy=over[first], to=kind, verify=True)
     # A native HDF5 shard says of itself how it was cut.
     source = None if kind == "hdf5" else over[first]
