@@ -1,4 +1,4 @@
-"""Checkpoints converted through maps, whole commands: random equations, strategies, formats and types against numpy."""
+"""Large tensors through maps, whole commands: in several blocks, of any byte order and type, against numpy."""
 
 from __future__ import annotations
 
@@ -11,48 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.checkpoints import TARGETS, write_ranks
-from support.cut_checkpoints import DESCRIBED, KINDS, TYPES, assert_ranks, cut, in_floats, map_text
-from support.equations import Case, cases
+from support.cut_checkpoints import TYPES
 from support.examples import many
 
 import reshard_mpi
 
 pytestmark = pytest.mark.slow
-
-Array = np.ndarray[Any, np.dtype[Any]]
-Draw = Any
-
-
-@many(10)
-@given(case=cases(), data=st.data())
-def test_there_and_back_over_ranks_and_formats(case: Case, data: st.DataObject) -> None:
-    left, right = in_floats(case.left), in_floats(case.right)
-    one, other = cut(data.draw, left), cut(data.draw, right)
-    kind = data.draw(st.sampled_from(TARGETS))
-    converted = data.draw(st.sampled_from([None, *TYPES]))
-    if converted is not None:
-        right = {name: array.astype(TYPES[converted]) for name, array in right.items()}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        first, second = folder / "one.toml", folder / "other.toml"
-        first.write_text(one.text)
-        second.write_text(other.text)
-        (folder / "map.toml").write_text(map_text(case))
-        write_ranks(one.ranks(left), folder / "start", data.draw(st.sampled_from(KINDS)))
-        options: dict[str, Any] = {"map": folder / "map.toml", "dtype": converted or ()}
-        target = None if kind == "hf" else second
-        there = folder / "start", folder / "there", first, target
-        reshard_mpi.transform(*there, to=kind, verify=True, forward=True, **options)
-        assert_ranks(folder / "there", kind, other, right, second)
-        held = None if kind in (*DESCRIBED, "hf") else second
-        reshard_mpi.verify(*there[:3], held, forward=True, **options)
-        reshard_mpi.diff(*there[:3], held, forward=True, **options)
-        back = {**options, "dtype": "fp32" if converted else ()}
-        reshard_mpi.transform(folder / "there", folder / "back", held, first, to="ckpt", reverse=True, **back)
-        if converted in (None, "fp64"):
-            assert_ranks(folder / "back", "ckpt", one, left, first)
-
 
 # About as many bytes as are read, converted or joined at a time, as float32.
 ABOUT = (256 << 10, 2 << 20, 4 << 20, 8 << 20)
