@@ -52,11 +52,6 @@ def bomb(kind: str, name: str, message: str) -> Callable[[Make], Make]:
 # .ckpt
 
 
-@bomb("locate", "w.ckpt", "too many values")
-def values_without_end(path: Path) -> None:
-    path.write_bytes(b"".join(encode_header(f"w{number}", (1,), "Int8", 1) + b"x" for number in range(MAX_TENSORS + 1)))
-
-
 @bomb("locate", "w.ckpt", "too much memory")
 def pieces_with_long_names(path: Path) -> None:
     piece = encode_header("n" * 4096, (1 << 40,), "Int8", 1) + b"x"
@@ -75,11 +70,6 @@ def strings_without_end(path: Path) -> None:
     path.write_bytes(b"".join(encode_header(f"s{number}", (0,), "str", len(text)) + text for number in range(80)))
 
 
-@bomb("locate", "w.ckpt", "too many fields")
-def fields_without_end(path: Path) -> None:
-    path.write_bytes(encode_length(1, 20 * MIB) + b"\x28\x00" * (10 * MIB))
-
-
 @bomb("locate", "w.ckpt", "too many dimensions")
 def a_thousand_million_dimensions(path: Path) -> None:
     tensor = encode_length(1, 10**9)
@@ -87,11 +77,6 @@ def a_thousand_million_dimensions(path: Path) -> None:
     head = encode_length(1, len(value) + 10**9) + value
     path.write_bytes(head + b"\x01" * 100)
     os.truncate(path, len(head) + 10**9)
-
-
-@bomb("locate", "w.ckpt", "impossible type")
-def groups_in_groups(path: Path) -> None:
-    path.write_bytes(encode_length(1, MIB) + b"\x2b" * MIB)
 
 
 # HDF5, foreign
@@ -221,11 +206,6 @@ def a_header_of_gigabytes(path: Path) -> None:
 # Strategy files, of protobuf
 
 
-@bomb("strategy", "s.ckpt", "damaged")
-def messages_of_nothing(path: Path) -> None:
-    path.write_bytes(b"\x08\x01" + b"\x1a\x00" * (8 * MIB))
-
-
 @bomb("strategy", "s.ckpt", "several of dev_matrix")
 def meshes_of_nothing(path: Path) -> None:
     layouts = b"\x0a\x00" * 400_000 + b"\x28\x00\x30\x00\x38\x00"
@@ -240,34 +220,10 @@ def layout_item(name: bytes, field: int, numbers: bytes) -> bytes:
     return encode_length(3, len(item)) + item
 
 
-@bomb("strategy", "s.ckpt", "dev_matrix is too long")
-def a_mesh_without_end(path: Path) -> None:
-    path.write_bytes(
-        b"\x08\x01" + b"".join(layout_item(b"w%d" % number, 1, b"\x81\x08" * 400_000) for number in range(40))
-    )
-
-
-@bomb("strategy", "s.ckpt", "param_split_shape is too long")
-def slices_without_end(path: Path) -> None:
-    path.write_bytes(
-        b"\x08\x01" + b"".join(layout_item(b"w%d" % number, 3, b"\x81\x08" * 400_000) for number in range(40))
-    )
-
-
 @bomb("strategy", "s.ckpt", "damaged")
 def an_item_of_a_gigabyte(path: Path) -> None:
     path.write_bytes(b"\x08\x01\x1a" + encode_varint(10**9))
     os.truncate(path, MAX_FILE_BYTES - 1)
-
-
-@bomb("strategy", "s.ckpt", "damaged")
-def groups_in_groups_of_a_strategy(path: Path) -> None:
-    path.write_bytes(b"\x08\x01" + b"\x2b" * MIB)
-
-
-@bomb("strategy", "s.ckpt", "too much memory")
-def operators_without_end(path: Path) -> None:
-    path.write_bytes(b"\x08\x01" + b"\x12\x09\x0a\x01a\x12\x04\x08\x00\x12\x00" * MIB)
 
 
 @bomb("strategy", "s.ckpt", "an operator's strategy is too long")
@@ -285,75 +241,10 @@ def json_layout(**values: str) -> str:
     return '{"parallel_layout_item": {"w": {' + ", ".join(f'"{key}": {value}' for key, value in given.items()) + "}}}"
 
 
-@bomb("strategy", "s.json", "too much memory")
-def json_brackets(path: Path) -> None:
-    path.write_text('{"parallel_layout_item": [' + "[]," * (5 * MIB) + "[]]}")
-
-
-@bomb("strategy", "s.json", "too much memory")
-def json_numbers(path: Path) -> None:
-    path.write_text(json_layout(dev_matrix="[" + "1," * (5 * MIB) + "1]"))
-
-
-@bomb("strategy", "s.json", "nested too deep")
-def json_levels(path: Path) -> None:
-    path.write_text('{"parallel_layout_item": ' + "[" * 100_000)
-
-
-@bomb("strategy", "s.json", "nested too deep")
-def json_objects_in_objects(path: Path) -> None:
-    path.write_text('{"parallel_layout_item": ' + '{"a":' * 100_000)
-
-
-@bomb("strategy", "s.json", "damaged JSON")
-def json_digits(path: Path) -> None:
-    path.write_text(json_layout(dev_matrix="[" + "9" * MIB + "]"))
-
-
-@bomb("strategy", "s.json", "tensor_map")
-def json_dimensions(path: Path) -> None:
-    path.write_text(json_layout(tensor_map="[" + "0," * MIB + "0]"))
-
-
 @bomb("strategy", "s.json", "damaged JSON|not in UTF-8")
 def json_of_nothing(path: Path) -> None:
     path.write_text("{")
     os.truncate(path, 10 * MIB)
-
-
-@bomb("strategy", "s.toml", "stages")
-def toml_stages(path: Path) -> None:
-    path.write_text('stages = 16777216\nmesh = { a = 1 }\n[[parameter]]\nmatch = "*"\n')
-
-
-@bomb("strategy", "s.toml", "too many dots")
-def toml_keys_of_many_parts(path: Path) -> None:
-    path.write_text("mesh = { a = 1 }\n" + ".".join("a" * 200_000) + " = 1\n")
-
-
-@bomb("strategy", "s.toml", "too many dots")
-def toml_keys_in_a_table_of_many_parts(path: Path) -> None:
-    path.write_text(f"[{'.'.join('a' * 100_000)}]\n" + "".join(f"k{number} = 1\n" for number in range(20_000)))
-
-
-@bomb("strategy", "s.toml", "too much memory")
-def toml_tables(path: Path) -> None:
-    path.write_text("mesh = { a = 1 }\n" + "".join(f"a{number}.b.c.d.e.f.g.h = 1\n" for number in range(20_000)))
-
-
-@bomb("strategy", "s.toml", "too much memory")
-def toml_rules(path: Path) -> None:
-    path.write_text("mesh = { a = 1 }\n" + "[[parameter]]\n" * 35_000)
-
-
-@bomb("strategy", "s.toml", "neither protobuf nor JSON nor TOML|too much memory")
-def toml_levels(path: Path) -> None:
-    path.write_text("mesh = " + "[" * 50_000)
-
-
-@bomb("strategy", "s.toml", "neither protobuf nor JSON nor TOML")
-def toml_digits(path: Path) -> None:
-    path.write_text("mesh = { a = " + "9" * 500_000 + " }")
 
 
 @bomb("strategy", "s.toml", "the spec is too large")
@@ -376,11 +267,6 @@ def table_of(**values: Any) -> str:
     return json.dumps({**given, **values})
 
 
-@bomb("table", "t.txt", "stages")
-def table_stages(path: Path) -> None:
-    path.write_text(table_of(world_size=1 << 24, stages=1 << 24))
-
-
 @bomb("table", "t.txt", "wrong type or value")
 def table_stages_again_and_again(path: Path) -> None:
     placements = [{"mesh": [1], "stages": list(range(1024))}]
@@ -395,9 +281,76 @@ def table_of_many_ways(path: Path) -> None:
     path.write_text(table_of(placements=placements, parameters=ways))
 
 
-@bomb("table", "t.txt", "wrong type or value")
-def table_rules(path: Path) -> None:
-    path.write_text(table_of(placements=[{"mesh": [1]}], rules=[["a*", 0]] * 200_000))
+# What is written whole: the name of the file, the pattern, and what gives the content.
+CONTENTS: dict[str, tuple[str, str, Callable[[], str | bytes]]] = {
+    "values_without_end": (
+        "w.ckpt",
+        "too many values",
+        lambda: b"".join(encode_header(f"w{number}", (1,), "Int8", 1) + b"x" for number in range(MAX_TENSORS + 1)),
+    ),
+    "fields_without_end": ("w.ckpt", "too many fields", lambda: encode_length(1, 20 * MIB) + b"\x28\x00" * (10 * MIB)),
+    "groups_in_groups": ("w.ckpt", "impossible type", lambda: encode_length(1, MIB) + b"\x2b" * MIB),
+    "messages_of_nothing": ("s.ckpt", "damaged", lambda: b"\x08\x01" + b"\x1a\x00" * (8 * MIB)),
+    "a_mesh_without_end": (
+        "s.ckpt",
+        "dev_matrix is too long",
+        lambda: b"\x08\x01" + b"".join(layout_item(b"w%d" % number, 1, b"\x81\x08" * 400_000) for number in range(40)),
+    ),
+    "slices_without_end": (
+        "s.ckpt",
+        "param_split_shape is too long",
+        lambda: b"\x08\x01" + b"".join(layout_item(b"w%d" % number, 3, b"\x81\x08" * 400_000) for number in range(40)),
+    ),
+    "groups_in_groups_of_a_strategy": ("s.ckpt", "damaged", lambda: b"\x08\x01" + b"\x2b" * MIB),
+    "operators_without_end": (
+        "s.ckpt",
+        "too much memory",
+        lambda: b"\x08\x01" + b"\x12\x09\x0a\x01a\x12\x04\x08\x00\x12\x00" * MIB,
+    ),
+    "json_brackets": ("s.json", "too much memory", lambda: '{"parallel_layout_item": [' + "[]," * (5 * MIB) + "[]]}"),
+    "json_numbers": ("s.json", "too much memory", lambda: json_layout(dev_matrix="[" + "1," * (5 * MIB) + "1]")),
+    "json_levels": ("s.json", "nested too deep", lambda: '{"parallel_layout_item": ' + "[" * 100_000),
+    "json_objects_in_objects": ("s.json", "nested too deep", lambda: '{"parallel_layout_item": ' + '{"a":' * 100_000),
+    "json_digits": ("s.json", "damaged JSON", lambda: json_layout(dev_matrix="[" + "9" * MIB + "]")),
+    "json_dimensions": ("s.json", "tensor_map", lambda: json_layout(tensor_map="[" + "0," * MIB + "0]")),
+    "toml_stages": ("s.toml", "stages", lambda: 'stages = 16777216\nmesh = { a = 1 }\n[[parameter]]\nmatch = "*"\n'),
+    "toml_keys_of_many_parts": (
+        "s.toml",
+        "too many dots",
+        lambda: "mesh = { a = 1 }\n" + ".".join("a" * 200_000) + " = 1\n",
+    ),
+    "toml_keys_in_a_table_of_many_parts": (
+        "s.toml",
+        "too many dots",
+        lambda: f"[{'.'.join('a' * 100_000)}]\n" + "".join(f"k{number} = 1\n" for number in range(20_000)),
+    ),
+    "toml_tables": (
+        "s.toml",
+        "too much memory",
+        lambda: "mesh = { a = 1 }\n" + "".join(f"a{number}.b.c.d.e.f.g.h = 1\n" for number in range(20_000)),
+    ),
+    "toml_rules": ("s.toml", "too much memory", lambda: "mesh = { a = 1 }\n" + "[[parameter]]\n" * 35_000),
+    "toml_levels": ("s.toml", "neither protobuf nor JSON nor TOML|too much memory", lambda: "mesh = " + "[" * 50_000),
+    "toml_digits": ("s.toml", "neither protobuf nor JSON nor TOML", lambda: "mesh = { a = " + "9" * 500_000 + " }"),
+    "table_stages": ("t.txt", "stages", lambda: table_of(world_size=1 << 24, stages=1 << 24)),
+    "table_rules": (
+        "t.txt",
+        "wrong type or value",
+        lambda: table_of(placements=[{"mesh": [1]}], rules=[["a*", 0]] * 200_000),
+    ),
+}
+
+
+def writing(content: Callable[[], str | bytes]) -> Make:
+    def make(path: Path) -> None:
+        made = content()
+        path.write_bytes(made.encode() if isinstance(made, str) else made)
+
+    return make
+
+
+KINDS = {"w": "locate", "s": "strategy", "t": "table"}
+CASES |= {name: (KINDS[file[0]], file, says, writing(content)) for name, (file, says, content) in CONTENTS.items()}
 
 
 @pytest.mark.parametrize("case", CASES)
