@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support import dcp_peer, torch_peer
 from support.checkpoints import sample
 from support.command_line import done, refused
-from support.examples import few, many
+from support.examples import few, few_cases, many
 
 import reshard_mpi
 from reshard_mpi.checkpoints import discovery
@@ -186,19 +186,17 @@ def test_a_key_that_says_which_branch_it_is(tmp_path: Path, name: str, key: str,
     assert loaded(tmp_path / "made") == plain({"model": MODEL, branch_of_name(name): content})
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    2,
     "content",
-    few(
-        2,
-        [
-            {"model": MODEL, "epoch": 3},  # not alone
-            {"optimizer": OPTIMIZER},  # another branch
-            {"model.0.w": weights(1), "model.1.w": weights(2)},  # names, no dictionary
-            {"model": weights(1)},  # a tensor
-            {"w": weights(1), "note": "a text"},
-            [weights(1), weights(2)],
-        ],
-    ),
+    [
+        {"model": MODEL, "epoch": 3},  # not alone
+        {"optimizer": OPTIMIZER},  # another branch
+        {"model.0.w": weights(1), "model.1.w": weights(2)},  # names, no dictionary
+        {"model": weights(1)},  # a tensor
+        {"w": weights(1), "note": "a text"},
+        [weights(1), weights(2)],
+    ],
 )
 def test_a_key_that_does_not_say_which_branch_it_is(tmp_path: Path, content: Any) -> None:
     save(tmp_path / "src" / "model.pt", content)
@@ -352,17 +350,15 @@ def spoil_models(source: Path) -> None:
     shutil.copytree(source / "optimizer_0", source / "optimizer_1")
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     "spoil, words",
-    few(
-        1,
-        [
-            (spoil_index, ["optimizer_0", ".metadata"]),
-            (spoil_file, ["optimizer_0", "__0_0.distcp"]),
-            (spoil_number, ["pytorch_model_fsdp_0, optimizer_1"]),
-            (spoil_models, ["pytorch_model_fsdp_0, pytorch_model_fsdp_1", "by itself"]),
-        ],
-    ),
+    [
+        (spoil_index, ["optimizer_0", ".metadata"]),
+        (spoil_file, ["optimizer_0", "__0_0.distcp"]),
+        (spoil_number, ["pytorch_model_fsdp_0, optimizer_1"]),
+        (spoil_models, ["pytorch_model_fsdp_0, pytorch_model_fsdp_1", "by itself"]),
+    ],
 )
 def test_folders_that_do_not_belong_together(tmp_path: Path, spoil: Callable[[Path], None], words: list[str]) -> None:
     source = make_folders(tmp_path / "src")
@@ -445,43 +441,37 @@ def test_a_rank_that_lacks_a_file(tmp_path: Path, make: Callable[[Path], Path], 
     assert all(word in said for word in words) and "--select" in said, said
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    2,
     "spoil, error, words",
-    few(
-        2,
-        [
-            (files("data.pt"), SourceError, ["data.pt"]),
-            (files("scheduler.pt", tree=SCHEDULER), SourceError, ["scheduler.pt"]),
-            (
-                lambda source: shutil.copy(
-                    source / "optim_world_size_4_rank_0.pt", source / "adam_world_size_4_rank_0.pt"
-                ),
-                SourceError,
-                ["adam_world_size_4_rank_0.pt"],
+    [
+        (files("data.pt"), SourceError, ["data.pt"]),
+        (files("scheduler.pt", tree=SCHEDULER), SourceError, ["scheduler.pt"]),
+        (
+            lambda source: shutil.copy(source / "optim_world_size_4_rank_0.pt", source / "adam_world_size_4_rank_0.pt"),
+            SourceError,
+            ["adam_world_size_4_rank_0.pt"],
+        ),
+        (
+            lambda source: shutil.copy(
+                source / "model_world_size_4_rank_0.pt", source / "model_world_size_4_rank_9.pt"
             ),
-            (
-                lambda source: shutil.copy(
-                    source / "model_world_size_4_rank_0.pt", source / "model_world_size_4_rank_9.pt"
-                ),
-                SourceError,
-                ["rank 0", "model_world_size_4_rank_9.pt"],
+            SourceError,
+            ["rank 0", "model_world_size_4_rank_9.pt"],
+        ),
+        (
+            lambda source: shutil.copy(source / "model_world_size_4_rank_0.pt", source / "ema_model_size_4_rank_0.pt"),
+            SourceError,
+            ["ema_model_size_4_rank_0.pt"],
+        ),
+        (
+            lambda source: shutil.copy(
+                source / "optim_world_size_4_rank_1.pt", source / "optim_world_size_4_rank_0.pt"
             ),
-            (
-                lambda source: shutil.copy(
-                    source / "model_world_size_4_rank_0.pt", source / "ema_model_size_4_rank_0.pt"
-                ),
-                SourceError,
-                ["ema_model_size_4_rank_0.pt"],
-            ),
-            (
-                lambda source: shutil.copy(
-                    source / "optim_world_size_4_rank_1.pt", source / "optim_world_size_4_rank_0.pt"
-                ),
-                CoverageError,  # the rank counts as lost
-                ["rank 0 of 4", "rank 1 of 4"],
-            ),
-        ],
-    ),
+            CoverageError,  # the rank counts as lost
+            ["rank 0 of 4", "rank 1 of 4"],
+        ),
+    ],
 )
 def test_files_beside_those_of_ranks(
     tmp_path: Path, spoil: Callable[[Path], Any], error: type[ReshardError], words: list[str]

@@ -16,7 +16,7 @@ import pytest
 from support.cases import Side
 from support.command_line import COMMAND, done, refused, run_apart, run_here
 from support.conversions import Conversion, make, write_conversion
-from support.examples import few, one_at_a_time
+from support.examples import few_cases, one_at_a_time
 from support.harm import fault
 from support.launch import MPI, by_one_mpi
 from support.oracle import RawLayout
@@ -167,17 +167,15 @@ def test_what_a_run_says_at_its_end(tmp_path: Path) -> None:
     assert finished.out.endswith("/s)\n")
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    2,
     ("to", "says"),
-    few(
-        2,
-        [
-            ("torch", ": {}/rank_0/checkpoint_0.pt\n"),
-            ("ckpt", ": {}/rank_0/checkpoint_0.ckpt\n"),
-            ("hf", ": {}/model.safetensors\n"),
-            ("dcp", "/s)\n"),
-        ],
-    ),
+    [
+        ("torch", ": {}/rank_0/checkpoint_0.pt\n"),
+        ("ckpt", ": {}/rank_0/checkpoint_0.ckpt\n"),
+        ("hf", ": {}/model.safetensors\n"),
+        ("dcp", "/s)\n"),
+    ],
 )
 def test_the_end_of_a_run_says_where_one_file_is(tmp_path: Path, to: str, says: str) -> None:
     """The target is a folder whatever it is called; of DCP the folder is the checkpoint."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support import deepspeed_peer, torch_peer
 from support.deepspeed_peer import Arrays, Form, Spoil, Training
-from support.examples import few
+from support.examples import few, few_cases
 
 import reshard_mpi
 from reshard_mpi.errors import TargetError
@@ -108,19 +108,17 @@ def with_an_expert(root: Any) -> None:
     root["model"][f"1.{BEFORE}0.w"] = root["model"]["0.w"]
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     ("edit", "got"),
-    few(
-        1,
-        [
-            (without_pipeline, "stages are not known"),
-            (with_numbers_for_names, "stages are not known"),
-            (with_another_name, "2.b, 2.v"),
-            (with_an_empty_stage, "none of group 0 on stage 2"),
-            (with_a_tensor_of_no_layer, "'scale'"),
-            (with_an_expert, "experts in a pipeline"),
-        ],
-    ),
+    [
+        (without_pipeline, "stages are not known"),
+        (with_numbers_for_names, "stages are not known"),
+        (with_another_name, "2.b, 2.v"),
+        (with_an_empty_stage, "none of group 0 on stage 2"),
+        (with_a_tensor_of_no_layer, "'scale'"),
+        (with_an_expert, "experts in a pipeline"),
+    ],
 )
 def test_a_pipeline_that_does_not_say_what_it_takes(tmp_path: Path, edit: Callable[[Any], None], got: str) -> None:
     refused(in_torch(tmp_path, saved(tmp_path, pipeline(), PIPELINE), edit), got)
@@ -214,20 +212,18 @@ def with_a_gap_between_experts(root: Any) -> None:
     names[:] = [name.replace(f"{BEFORE}2.", f"{BEFORE}4.") for name in names]
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     ("edit", "got"),
-    few(
-        1,
-        [
-            (with_a_frozen_expert, f"{BEFORE}1.b"),
-            (with_no_name_of_the_group, "name: None"),
-            (with_too_large_an_ep_size, "ep_size_3"),
-            (with_experts_and_others_in_a_group, "8 of 9"),
-            (with_experts_that_are_not_alike, f"{BEFORE}0.b"),
-            (with_one_expert_less, r"\[3\]"),
-            (with_a_gap_between_experts, f"{BEFORE}2"),
-        ],
-    ),
+    [
+        (with_a_frozen_expert, f"{BEFORE}1.b"),
+        (with_no_name_of_the_group, "name: None"),
+        (with_too_large_an_ep_size, "ep_size_3"),
+        (with_experts_and_others_in_a_group, "8 of 9"),
+        (with_experts_that_are_not_alike, f"{BEFORE}0.b"),
+        (with_one_expert_less, r"\[3\]"),
+        (with_a_gap_between_experts, f"{BEFORE}2"),
+    ],
 )
 def test_experts_that_deepspeed_could_not_load(tmp_path: Path, edit: Callable[[Any], None], got: str) -> None:
     refused(in_torch(tmp_path, saved(tmp_path, mixture(), EXPERTS), edit), got)

@@ -14,7 +14,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from support.examples import few
+from support.examples import few_cases
 from support.processes import run_command
 
 from reshard_mpi.errors import ShardError
@@ -77,24 +77,22 @@ def make(path: Path, **options: object) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    0,
     "what, got",
-    few(
-        0,
-        [
-            ("leave", "exit code 7"),
-            ("outside", "an answer that cannot be: a place outside the file"),
-            ("environment", r"\{'HDF5_PLUGIN_PRELOAD': '::'\}"),
-            ("flood", "an answer that cannot be: a value of 1099511627776 bytes"),
-            ("open", "Too many open files"),
-            ("segfault", "the library died: SIGSEGV"),
-            ("abort", "the library died: SIGABRT"),
-            ("loop", "processor time"),
-            ("lie", "an answer that cannot be"),
-            ("write", "File too large"),
-            ("dump", r"core \(0, 0\)"),
-        ],
-    ),
+    [
+        ("leave", "exit code 7"),
+        ("outside", "an answer that cannot be: a place outside the file"),
+        ("environment", r"\{'HDF5_PLUGIN_PRELOAD': '::'\}"),
+        ("flood", "an answer that cannot be: a value of 1099511627776 bytes"),
+        ("open", "Too many open files"),
+        ("segfault", "the library died: SIGSEGV"),
+        ("abort", "the library died: SIGABRT"),
+        ("loop", "processor time"),
+        ("lie", "an answer that cannot be"),
+        ("write", "File too large"),
+        ("dump", r"core \(0, 0\)"),
+    ],
 )
 def test_what_the_library_may_do(
     tmp_path: Path, pretend: None, monkeypatch: pytest.MonkeyPatch, what: str, got: str

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.command_line import run_apart, run_here
 from support.conversions import make
-from support.examples import few
+from support.examples import few_cases
 from toy_package import toy_format
 
 from reshard_mpi import formats
@@ -75,24 +75,22 @@ INFO = FormatInfo("brk", "no_such_module", (".brk",), read_tensor_bytes=1024)
 """
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     ("entry_points", "name", "message"),
-    few(
-        1,
-        [
-            ("toy = no_such_package:INFO", "toy", "No module named 'no_such_package'"),
-            ("toy = toy_package.toy_format:locate", "toy", "expected a FormatInfo called toy, got a function"),
-            ("other = toy_package.toy_format:INFO", "other", "expected a FormatInfo called other, got one called toy"),
-            ("toy = toy_package.toy_format:INFO\ntoys = toy_package.toy_format:INFO", "toys", "got one called toy"),
-            (
-                "brk = text_of_suffixes:INFO",
-                "brk",
-                "expected a tuple of file name endings that begin with a dot, got '.brk'",
-            ),
-            ("brk = of_another:INFO", "brk", "files of the format brk would be taken for those of ckpt"),
-            ("brk = ends_as_another:INFO", "brk", "got .brk.ckpt, and .ckpt of ckpt"),
-        ],
-    ),
+    [
+        ("toy = no_such_package:INFO", "toy", "No module named 'no_such_package'"),
+        ("toy = toy_package.toy_format:locate", "toy", "expected a FormatInfo called toy, got a function"),
+        ("other = toy_package.toy_format:INFO", "other", "expected a FormatInfo called other, got one called toy"),
+        ("toy = toy_package.toy_format:INFO\ntoys = toy_package.toy_format:INFO", "toys", "got one called toy"),
+        (
+            "brk = text_of_suffixes:INFO",
+            "brk",
+            "expected a tuple of file name endings that begin with a dot, got '.brk'",
+        ),
+        ("brk = of_another:INFO", "brk", "files of the format brk would be taken for those of ckpt"),
+        ("brk = ends_as_another:INFO", "brk", "got .brk.ckpt, and .ckpt of ckpt"),
+    ],
 )
 def test_an_entry_point_that_leads_to_no_format(
     tmp_path: Path, installed_here: Callable[[str], Path], entry_points: str, name: str, message: str

@@ -33,7 +33,7 @@ from support.conversions import (
     transform_apart,
     transform_by_function,
 )
-from support.examples import few
+from support.examples import few, few_cases
 from support.kills import instants, killed_before
 from support.launch import MPI, by_one_mpi
 from support.oracle import RawLayout
@@ -313,16 +313,14 @@ def test_commit_leaves_what_is_committed_where_it_fails(tmp_path: Path, withered
 
 
 @pytest.mark.parametrize("form", few(1, ["dcp", "hf"]))
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     ("name", "place"),
-    few(
-        1,
-        [
-            ("rank_1.json", r'"digest": "[0-9a-f]*([0-9])'),
-            ("rank_1.json", r'"modified_ns": \d{12}(\d)'),
-            ("committed.json", r'"1": \d{12}(\d)'),
-        ],
-    ),
+    [
+        ("rank_1.json", r'"digest": "[0-9a-f]*([0-9])'),
+        ("rank_1.json", r'"modified_ns": \d{12}(\d)'),
+        ("committed.json", r'"1": \d{12}(\d)'),
+    ],
 )
 def test_commit_removes_nothing_by_a_record_in_which_a_bit_has_turned_over(
     tmp_path: Path, form: str, name: str, place: str

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.command_line import done, refused, run_here
 from support.conversions import Conversion, listing, make
-from support.examples import few
+from support.examples import few, few_cases
 
 from reshard_mpi import formats
 from reshard_mpi.journal import commit
@@ -92,12 +92,10 @@ def after(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, do: Callable[[
 
 
 @of_all_saves
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     ("mode", "moment"),
-    few(
-        1,
-        [("--resume", "before it is written"), ("--resume", "before the commit"), ("--overwrite", "before the commit")],
-    ),
+    [("--resume", "before it is written"), ("--resume", "before the commit"), ("--overwrite", "before the commit")],
 )
 def test_it_is_saved_while_a_run_is_at_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: str, mode: str, moment: str

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.checkpoints import write_shard
 from support.command_line import done, refused
-from support.examples import few
+from support.examples import few, few_cases
 from support.full_checkpoints import assert_held, floats, map_of, source_of
 
 import reshard_mpi
@@ -263,19 +263,17 @@ BEHIND = (
 )
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    2,
     ("given", "config", "options", "number"),
-    few(
-        2,
-        [
-            ("3", None, {}, 3),
-            ("'count'", {"count": 2}, {}, 2),
-            ("'count + 1'", {"count": 0}, {}, 1),
-            ("['count', 3]", None, {}, 3),
-            ("['count', 3]", {"count": 1}, {}, 1),
-            ("'count'", None, {"axis": {"n": 1}}, 1),
-        ],
-    ),
+    [
+        ("3", None, {}, 3),
+        ("'count'", {"count": 2}, {}, 2),
+        ("'count + 1'", {"count": 0}, {}, 1),
+        ("['count', 3]", None, {}, 3),
+        ("['count', 3]", {"count": 1}, {}, 1),
+        ("'count'", None, {"axis": {"n": 1}}, 1),
+    ],
 )
 def test_a_length_in_a_name(
     tmp_path: Path, given: str, config: dict[str, int] | None, options: dict[str, Any], number: int

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.checkpoints import TARGETS, write_ranks
 from support.command_line import run_here
-from support.examples import few
+from support.examples import few, few_cases
 
 import reshard_mpi
 from reshard_mpi import MapError, TargetError, UsageError
@@ -268,19 +268,17 @@ def test_equations_that_take_too_many_boxes_together(tmp_path: Path, monkeypatch
 ONES = "1 " * 31
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     ("equation", "says"),
-    few(
-        1,
-        [
-            (f"count [x] <=> {'n' * 4097} [x]", "a name that the map makes is too long"),
-            ("count [x] <=> " + "\u00e4" * 2049 + " [x]", "4098 bytes"),
-            (f"{{p*}}.k [x y] <=> {'n' * 4094}.{{p*}}.k [x y]", "a name that the map makes is too long"),
-            (f"count [x] <=> c [x {ONES} 1]", "too many dimensions"),
-            (f"a.0.q [x y] <=> c [x {'1 ' * 70} y] : bf16", "too many dimensions"),
-            (f"a.0.q [x y] <=> c [y {'1 ' * 70} x]", "too many dimensions"),
-        ],
-    ),
+    [
+        (f"count [x] <=> {'n' * 4097} [x]", "a name that the map makes is too long"),
+        ("count [x] <=> " + "\u00e4" * 2049 + " [x]", "4098 bytes"),
+        (f"{{p*}}.k [x y] <=> {'n' * 4094}.{{p*}}.k [x y]", "a name that the map makes is too long"),
+        (f"count [x] <=> c [x {ONES} 1]", "too many dimensions"),
+        (f"a.0.q [x y] <=> c [x {'1 ' * 70} y] : bf16", "too many dimensions"),
+        (f"a.0.q [x y] <=> c [y {'1 ' * 70} x]", "too many dimensions"),
+    ],
 )
 def test_what_no_shard_can_hold(tmp_path: Path, equation: str, says: str) -> None:
     source, target = checkpoint(tmp_path), tmp_path / "dst"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.checkpoints import read_shard, write_ranks
 from support.command_line import done, refused, run_here
-from support.examples import few
+from support.examples import few, few_cases
 from support.full_checkpoints import Tensors, assert_held, floats, held, map_of, source_of
 
 import reshard_mpi
@@ -326,18 +326,16 @@ def test_a_lost_shard_of_what_is_left_out_refuses_nothing(tmp_path: Path, choice
     done("verify", f"{source}", f"{tmp_path}/dst", *options, *choice)
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    2,
     "text",
-    few(
-        2,
-        [
-            "eq = 'e [x y] <=> g [y x]'",
-            "eq = 'f [x y], e [z y] <=> g [(x + z) y]'",
-            "copy = true\neq = 'g <=> f, e'\n",
-            "eq = 'a <=> b'\n[[map]]\ndrop = 'e'\noptional = true\nzeros = true",
-            "eq = 'a <=> b'",
-        ],
-    ),
+    [
+        "eq = 'e [x y] <=> g [y x]'",
+        "eq = 'f [x y], e [z y] <=> g [(x + z) y]'",
+        "copy = true\neq = 'g <=> f, e'\n",
+        "eq = 'a <=> b'\n[[map]]\ndrop = 'e'\noptional = true\nzeros = true",
+        "eq = 'a <=> b'",
+    ],
 )
 def test_a_lost_shard_of_what_is_needed_refuses_the_run(tmp_path: Path, text: str) -> None:
     source, options = half_lost(tmp_path)
@@ -520,16 +518,14 @@ def test_state_in_groups_of_hdf5_follows(tmp_path: Path) -> None:
     assert_held(tmp_path / "dst", {"net.w": w.T[None], "optim/exp_avg/net.w": state.T[None]})
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     ("equation", "is_refused"),
-    few(
-        1,
-        [
-            ("model.q.w [o i] <=> model.q.w [i o]", True),
-            ("model.q.w [o i], model.k.w [o i] <=> model.qk.w [(o + o) i]", True),
-            ("model.q.w <=> model.a.w", False),
-        ],
-    ),
+    [
+        ("model.q.w [o i] <=> model.q.w [i o]", True),
+        ("model.q.w [o i], model.k.w [o i] <=> model.qk.w [(o + o) i]", True),
+        ("model.q.w <=> model.a.w", False),
+    ],
 )
 def test_state_that_has_the_shape_of_a_square_parameter_by_chance_does_not_follow(
     tmp_path: Path, equation: str, is_refused: bool

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import torch_peer
-from support.examples import few
+from support.examples import few_cases
 from support.torch_runs import array_of, stored, transformed, tree_made_of, tree_of
 
 import reshard_mpi
@@ -74,54 +74,52 @@ def test_state_by_parameter_that_is_no_optimizer_of_torch(tmp_path: Path, is_lik
     assert made == expected and not report.warnings
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    4,
     ("source", "equations", "expected"),
-    few(
-        4,
-        [
-            (  # modules in modules
-                {"params": {"fc": {"weight": 1.0, "bias": 2.0, "size": 2}, "out": {"weight": 3.0}}},
-                ["params.fc.{p*} <=> params.proj.{p*}"],
-                {"params": {"proj": {"weight": 1.0, "bias": 2.0, "size": 2}, "out": {"weight": 3.0}}},
-            ),
-            ({"encoder": {"0.w": 1.0}, "epoch": 3}, ["encoder.{p*} <=> enc.{p*}"], {"enc": {"0.w": 1.0}, "epoch": 3}),
-            (  # exchanged
-                {"g": {"w": 1.0, "size": 3}, "d": {"w": 2.0, "size": 4}},
-                ["g.{p*} <=> d.{p*}", "d.{p*} <=> g.{p*}"],
-                {"d": {"w": 1.0, "size": 3}, "g": {"w": 2.0, "size": 4}},
-            ),
-            (  # into another dictionary, and out of it
-                {"a": {"net": {"w": 1.0, "n": 5}, "n": 6}, "b": {"v": 2.0}},
-                ["a.net.{p*} <=> b.net.{p*}"],
-                {"a": {"n": 6}, "b": {"v": 2.0, "net": {"w": 1.0, "n": 5}}},
-            ),
-            (  # numbers stay numbers
-                {"layers": {0: {"w": 1.0, "n": 5}, 1: {"w": 2.0, "n": 6}}},
-                ["layers.{l}.{p*} <=> blocks.{l}.{p*}"],
-                {"blocks": {0: {"w": 1.0, "n": 5}, 1: {"w": 2.0, "n": 6}}},
-            ),
-            (
-                {"layers": {0: {"w": 1.0}, 1: {"w": 2.0}}},
-                ["layers.1.{p*} <=> layers.2.{p*}"],
-                {"layers": {0: {"w": 1.0}, 2: {"w": 2.0}}},
-            ),
-            (  # a list of modules
-                {"net": {"layers": [{"w": 1.0, "n": 5}, {"w": 2.0, "n": 6}]}},
-                ["net.layers.{p*} <=> net.blocks.{p*}"],
-                {"net": {"blocks": [{"w": 1.0, "n": 5}, {"w": 2.0, "n": 6}]}},
-            ),
-            (  # what is taken together or apart has equal values
-                {"m": {"q": {"v": 1.0, "n": 5}, "k": {"v": 2.0, "n": 5}}},
-                ["m.q.{s} [a h], m.k.{s} [b h] <=> m.qk.{s} [(a + b) h]".replace("{s}", "v")],
-                {"m": {"qk": {"v": 1.0, "n": 5}}},
-            ),
-            (
-                {"m": {"qk": {"v": 1.0, "n": 5}}},
-                ["m.qk.v [(1 + 1) h] <=> m.q.v [1 h], m.k.v [1 h]"],
-                {"m": {"q": {"v": 1.0, "n": 5}, "k": {"v": 1.0, "n": 5}}},
-            ),
-        ],
-    ),
+    [
+        (  # modules in modules
+            {"params": {"fc": {"weight": 1.0, "bias": 2.0, "size": 2}, "out": {"weight": 3.0}}},
+            ["params.fc.{p*} <=> params.proj.{p*}"],
+            {"params": {"proj": {"weight": 1.0, "bias": 2.0, "size": 2}, "out": {"weight": 3.0}}},
+        ),
+        ({"encoder": {"0.w": 1.0}, "epoch": 3}, ["encoder.{p*} <=> enc.{p*}"], {"enc": {"0.w": 1.0}, "epoch": 3}),
+        (  # exchanged
+            {"g": {"w": 1.0, "size": 3}, "d": {"w": 2.0, "size": 4}},
+            ["g.{p*} <=> d.{p*}", "d.{p*} <=> g.{p*}"],
+            {"d": {"w": 1.0, "size": 3}, "g": {"w": 2.0, "size": 4}},
+        ),
+        (  # into another dictionary, and out of it
+            {"a": {"net": {"w": 1.0, "n": 5}, "n": 6}, "b": {"v": 2.0}},
+            ["a.net.{p*} <=> b.net.{p*}"],
+            {"a": {"n": 6}, "b": {"v": 2.0, "net": {"w": 1.0, "n": 5}}},
+        ),
+        (  # numbers stay numbers
+            {"layers": {0: {"w": 1.0, "n": 5}, 1: {"w": 2.0, "n": 6}}},
+            ["layers.{l}.{p*} <=> blocks.{l}.{p*}"],
+            {"blocks": {0: {"w": 1.0, "n": 5}, 1: {"w": 2.0, "n": 6}}},
+        ),
+        (
+            {"layers": {0: {"w": 1.0}, 1: {"w": 2.0}}},
+            ["layers.1.{p*} <=> layers.2.{p*}"],
+            {"layers": {0: {"w": 1.0}, 2: {"w": 2.0}}},
+        ),
+        (  # a list of modules
+            {"net": {"layers": [{"w": 1.0, "n": 5}, {"w": 2.0, "n": 6}]}},
+            ["net.layers.{p*} <=> net.blocks.{p*}"],
+            {"net": {"blocks": [{"w": 1.0, "n": 5}, {"w": 2.0, "n": 6}]}},
+        ),
+        (  # what is taken together or apart has equal values
+            {"m": {"q": {"v": 1.0, "n": 5}, "k": {"v": 2.0, "n": 5}}},
+            ["m.q.{s} [a h], m.k.{s} [b h] <=> m.qk.{s} [(a + b) h]".replace("{s}", "v")],
+            {"m": {"qk": {"v": 1.0, "n": 5}}},
+        ),
+        (
+            {"m": {"qk": {"v": 1.0, "n": 5}}},
+            ["m.qk.v [(1 + 1) h] <=> m.q.v [1 h], m.k.v [1 h]"],
+            {"m": {"q": {"v": 1.0, "n": 5}, "k": {"v": 1.0, "n": 5}}},
+        ),
+    ],
 )
 def test_dictionaries_go_along(
     tmp_path: Path, source: dict[str, Any], equations: list[str], expected: dict[str, Any]
@@ -130,34 +128,32 @@ def test_dictionaries_go_along(
     assert made == expected and not report.warnings
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    2,
     ("source", "equations", "expected"),
-    few(
-        2,
-        [
-            # the dictionary is taken off
-            ({"model": {"w": 1.0, "n": 5}}, ["model.{p*} <=> {p*}"], {"model": {"n": 5}, "w": 1.0}),
-            # all of it begins as before
-            ({"model": {"w": 1.0}}, ["model.{p*} <=> model.net.{p*}"], {"model": {"net.w": 1.0}}),
-            # there is another dictionary, or another value
-            (
-                {"a": {"w": 1.0, "n": 5}, "b": {"v": 2.0}},
-                ["a.{p*} <=> b.{p*}"],
-                {"a": {"n": 5}, "b": {"v": 2.0, "w": 1.0}},
-            ),
-            ({"a": {"w": 1.0, "n": 5}, "b": "x"}, ["a.{p*} <=> b.{p*}"], {"a": {"n": 5}, "b": "x", "b.w": 1.0}),
-            # another tensor would get into the dictionary
-            ({"a": {"w": 1.0}, "b.v": 2.0}, ["a.{p*} <=> b.{p*}"], {"a": {}, "b.v": 2.0, "b.w": 1.0}),
-            # modules that are taken together have other values
-            (
-                {"m": {"q": {"v": 1.0, "n": 5}, "k": {"v": 2.0, "n": 6}}},
-                ["m.q.v [a h], m.k.v [b h] <=> m.qk.v [(a + b) h]"],
-                {"m": {"q": {"n": 5}, "k": {"n": 6}, "qk.v": 1.0}},
-            ),
-            # one is taken apart
-            ({"m": {"q": {"v": 1.0, "u": 2.0}}}, ["m.q.v <=> m.k.v"], {"m": {"q": {"u": 2.0}, "k.v": 1.0}}),
-        ],
-    ),
+    [
+        # the dictionary is taken off
+        ({"model": {"w": 1.0, "n": 5}}, ["model.{p*} <=> {p*}"], {"model": {"n": 5}, "w": 1.0}),
+        # all of it begins as before
+        ({"model": {"w": 1.0}}, ["model.{p*} <=> model.net.{p*}"], {"model": {"net.w": 1.0}}),
+        # there is another dictionary, or another value
+        (
+            {"a": {"w": 1.0, "n": 5}, "b": {"v": 2.0}},
+            ["a.{p*} <=> b.{p*}"],
+            {"a": {"n": 5}, "b": {"v": 2.0, "w": 1.0}},
+        ),
+        ({"a": {"w": 1.0, "n": 5}, "b": "x"}, ["a.{p*} <=> b.{p*}"], {"a": {"n": 5}, "b": "x", "b.w": 1.0}),
+        # another tensor would get into the dictionary
+        ({"a": {"w": 1.0}, "b.v": 2.0}, ["a.{p*} <=> b.{p*}"], {"a": {}, "b.v": 2.0, "b.w": 1.0}),
+        # modules that are taken together have other values
+        (
+            {"m": {"q": {"v": 1.0, "n": 5}, "k": {"v": 2.0, "n": 6}}},
+            ["m.q.v [a h], m.k.v [b h] <=> m.qk.v [(a + b) h]"],
+            {"m": {"q": {"n": 5}, "k": {"n": 6}, "qk.v": 1.0}},
+        ),
+        # one is taken apart
+        ({"m": {"q": {"v": 1.0, "u": 2.0}}}, ["m.q.v <=> m.k.v"], {"m": {"q": {"u": 2.0}, "k.v": 1.0}}),
+    ],
 )
 def test_dictionaries_stay(
     tmp_path: Path, source: dict[str, Any], equations: list[str], expected: dict[str, Any]
@@ -203,24 +199,22 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     "equations",
-    few(
-        1,
+    [
+        ["params.fc.{p*} <=> params.proj.{p*}", "params.proj.weight <=> params.proj.kernel"],
+        ["params.fc.weight <=> params.fc.kernel", "params.fc.{p*} <=> params.proj.{p*}"],
+        ["params.{p*} <=> net.{p*}", "net.fc.weight <=> net.fc.kernel", "net.{p*} <=> model.net.{p*}"],
         [
-            ["params.fc.{p*} <=> params.proj.{p*}", "params.proj.weight <=> params.proj.kernel"],
-            ["params.fc.weight <=> params.fc.kernel", "params.fc.{p*} <=> params.proj.{p*}"],
-            ["params.{p*} <=> net.{p*}", "net.fc.weight <=> net.fc.kernel", "net.{p*} <=> model.net.{p*}"],
-            [
-                "params.fc.{p*} <=> params.x.{p*}",
-                "params.out.{p*} <=> params.fc.{p*}",
-                "params.x.{p*} <=> params.out.{p*}",
-            ],
-            ["slow.fc.{p*} <=> params.slow.{p*}", "params.slow.{p*} <=> slow.fc.{p*}"],
-            ["slow.{p*} <=> fast.{p*}", "fast.fc.weight <=> other"],
-            ["fc.w <=> fc.v", "{p*} <=> net.{p*}", "net.fc.v <=> out"],
+            "params.fc.{p*} <=> params.x.{p*}",
+            "params.out.{p*} <=> params.fc.{p*}",
+            "params.x.{p*} <=> params.out.{p*}",
         ],
-    ),
+        ["slow.fc.{p*} <=> params.slow.{p*}", "params.slow.{p*} <=> slow.fc.{p*}"],
+        ["slow.{p*} <=> fast.{p*}", "fast.fc.weight <=> other"],
+        ["fc.w <=> fc.v", "{p*} <=> net.{p*}", "net.fc.v <=> out"],
+    ],
 )
 def test_several_maps_nest_as_one_after_another(tmp_path: Path, equations: list[str]) -> None:
     training = {

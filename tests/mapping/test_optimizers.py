@@ -11,7 +11,7 @@ import pytest
 from support import torch_peer
 from support.checkpoints import sample, write_shard
 from support.command_line import done, run_here
-from support.examples import few, one_at_a_time
+from support.examples import few, few_cases, one_at_a_time
 from support.full_checkpoints import source_of
 from support.torch_runs import array_of, transformed, tree_of
 
@@ -394,22 +394,20 @@ def test_a_forged_nest_with_two_optimizers_under_one_key_is_no_traceback() -> No
     assert "params" in carried_into(nest, nest, training, training, {"w"}, made, "file").text
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     "change",
-    few(
-        1,
-        [
-            "fewer parameters",
-            "another order",
-            "two groups without names",
-            "a name that is not there",
-            "a number in no group",
-            "a number twice",
-            "no model",
-            "two models",
-            "two optimizers",
-        ],
-    ),
+    [
+        "fewer parameters",
+        "another order",
+        "two groups without names",
+        "a name that is not there",
+        "a number in no group",
+        "a number twice",
+        "no model",
+        "two models",
+        "two optimizers",
+    ],
 )
 def test_what_leaves_a_doubt_is_refused(tmp_path: Path, change: str) -> None:
     with pytest.raises(MapError) as raised:
@@ -875,20 +873,18 @@ def test_numbered_state_of_what_is_left_out_goes_with_it(tmp_path: Path, way: st
     assert [*made["optimizer"]["state"]] == ["qk", "out.kernel"] == made["optimizer"]["param_groups"][0]["params"]
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    2,
     ("key", "equation", "path", "begin"),
-    few(
-        2,
-        [
-            ("model", "model.{p*} <=> net.{p*}", "net", ""),
-            ("state_dict", "state_dict.{p*} <=> model.{p*}", "model", ""),
-            ("model", "{p*} <=> module.{p*}", "module.model", ""),
-            ("model", "model.{p*} <=> model.n.{p*}", "model", "n."),
-            ("model", "model.{p*} <=> {p*}", "", ""),
-            ("model", "model.{p*} <=> epoch.{p*}", "", "epoch."),  # the key is taken
-            ("model", "model.{p*} <=> ema.{p*}", "ema", ""),  # there is such a dictionary
-        ],
-    ),
+    [
+        ("model", "model.{p*} <=> net.{p*}", "net", ""),
+        ("state_dict", "state_dict.{p*} <=> model.{p*}", "model", ""),
+        ("model", "{p*} <=> module.{p*}", "module.model", ""),
+        ("model", "model.{p*} <=> model.n.{p*}", "model", "n."),
+        ("model", "model.{p*} <=> {p*}", "", ""),
+        ("model", "model.{p*} <=> epoch.{p*}", "", "epoch."),  # the key is taken
+        ("model", "model.{p*} <=> ema.{p*}", "ema", ""),  # there is such a dictionary
+    ],
 )
 def test_names_in_the_optimizer_go_by_the_models_dictionary(
     tmp_path: Path, key: str, equation: str, path: str, begin: str
@@ -1428,17 +1424,15 @@ def test_another_models_name_before_those_of_parameters_is_no_wrapper(tmp_path: 
     assert [*made["state"]] == [f"{key}.{of_model}{name}" for name in ("qk", "bias", "out.weight")]
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     ("key", "of_names", "of_model", "of_copy"),
-    few(
-        1,
-        [
-            (key, *begins)
-            for key, begins in one_at_a_time(
-                ["ema", "model_ema", "swa", "teacher", "another"], [each[:3] for each in WRAPPED if each[2] is not None]
-            )
-        ],
-    ),
+    [
+        (key, *begins)
+        for key, begins in one_at_a_time(
+            ["ema", "model_ema", "swa", "teacher", "another"], [each[:3] for each in WRAPPED if each[2] is not None]
+        )
+    ],
 )
 def test_which_of_two_models_an_optimizer_with_names_is_of_is_told_or_asked(
     tmp_path: Path, key: str, of_names: str, of_model: str, of_copy: str

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import torch_peer
-from support.examples import few
+from support.examples import few, few_cases
 from support.torch_runs import stored, transformed, tree_of
 
 import reshard_mpi
@@ -275,18 +275,16 @@ def test_a_stage_without_an_optimizer_takes_none_away(tmp_path: Path, nothing: A
     assert [(own, [*state]) for own, state in optimizer["state"].items()] == [(name, ["exp_avg"])]
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    2,
     ("optimizers", "why"),
-    few(
-        2,
-        [
-            ([of("embed", "l0"), of("embed", "l1", lr=0.25)], "embed has other settings in its group in another stage"),
-            ([[of("l0"), of("embed")], [of("l1")]], "are not as many in each stage"),
-            ([{0: of("l0"), 1: of("embed")}, {0: of("l1")}], "are kept by numbers, and not as many in each stage"),
-            ([(of("l0"), of("embed")), (of("l1"),)], "are not as many in each stage"),
-            ([of("l0"), OrderedDict(of("l1"))], "are kept in different ways"),
-        ],
-    ),
+    [
+        ([of("embed", "l0"), of("embed", "l1", lr=0.25)], "embed has other settings in its group in another stage"),
+        ([[of("l0"), of("embed")], [of("l1")]], "are not as many in each stage"),
+        ([{0: of("l0"), 1: of("embed")}, {0: of("l1")}], "are kept by numbers, and not as many in each stage"),
+        ([(of("l0"), of("embed")), (of("l1"),)], "are not as many in each stage"),
+        ([of("l0"), OrderedDict(of("l1"))], "are kept in different ways"),
+    ],
 )
 def test_optimizers_that_cannot_be_joined_are_refused(tmp_path: Path, optimizers: Sequence[Any], why: str) -> None:
     source = stages(tmp_path / "src", optimizers)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import torch_peer
-from support.examples import few
+from support.examples import few, few_cases
 from support.torch_runs import stored, tree_made_of, tree_of
 
 import reshard_mpi
@@ -56,21 +56,19 @@ def taken(folder: Path, own: Any, like: Any) -> Any:
     return carried(folder, training(value=own), training(value=like), "{p*} <=> {p*}")[0]["value"]
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    4,
     ("own", "like"),
-    few(
-        4,
-        [
-            ({"state": {"epoch": 7}}, {"state": {"epoch": 1}}),
-            ({"params": {"lr": 7}, "param_names": ["a"]}, {"params": {"lr": 1}, "param_names": ["b"]}),
-            ((3, 7), [50, 60]),
-            ([{"epoch": 0}, {"epoch": 1}], [{"epoch": 9}]),
-            ([[1], [2, 3]], [[9]]),
-            ({None: 1, 0.5: 2, (1, "a"): 3}, {None: 7, 0.5: 8, (1, "a"): 9}),
-            (None, {"decay": 0.5}),
-            ({"decay": 0.5}, None),
-        ],
-    ),
+    [
+        ({"state": {"epoch": 7}}, {"state": {"epoch": 1}}),
+        ({"params": {"lr": 7}, "param_names": ["a"]}, {"params": {"lr": 1}, "param_names": ["b"]}),
+        ((3, 7), [50, 60]),
+        ([{"epoch": 0}, {"epoch": 1}], [{"epoch": 9}]),
+        ([[1], [2, 3]], [[9]]),
+        ({None: 1, 0.5: 2, (1, "a"): 3}, {None: 7, 0.5: 8, (1, "a"): 9}),
+        (None, {"decay": 0.5}),
+        ({"decay": 0.5}, None),
+    ],
 )
 def test_values_are_the_sources(tmp_path: Path, own: Any, like: Any) -> None:
     assert taken(tmp_path, own, like) == own

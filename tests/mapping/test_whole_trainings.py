@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support import torch_peer
 from support.checkpoints import write_shard
-from support.examples import few
+from support.examples import few, few_cases
 from support.torch_runs import stored, transformed, tree_of
 
 import reshard_mpi
@@ -480,16 +480,14 @@ def assert_own_names(folder: Path, *networks: str) -> None:
             assert {*optimizer} >= {f"state.{name}.exp_avg" for name in names}
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     ("forms", "equations", "refused"),
-    few(
-        1,
-        [
-            (("numbers", "names"), ["fc.w <=> lin.w", "model.fc.w <=> model.lin.w"], ["critic.c.w <=> critic.lin.w"]),
-            (("names", "numbers"), ["critic.c.w <=> critic.lin.w"], ["fc.w <=> lin.w", "model.fc.w <=> model.lin.w"]),
-            (("flat", "numbers"), ["critic.c.w <=> critic.lin.w"], ["fc.w <=> lin.w", "model.fc.w <=> model.lin.w"]),
-        ],
-    ),
+    [
+        (("numbers", "names"), ["fc.w <=> lin.w", "model.fc.w <=> model.lin.w"], ["critic.c.w <=> critic.lin.w"]),
+        (("names", "numbers"), ["critic.c.w <=> critic.lin.w"], ["fc.w <=> lin.w", "model.fc.w <=> model.lin.w"]),
+        (("flat", "numbers"), ["critic.c.w <=> critic.lin.w"], ["fc.w <=> lin.w", "model.fc.w <=> model.lin.w"]),
+    ],
 )
 def test_networks_whose_optimizers_have_two_forms(
     tmp_path: Path, forms: tuple[str, str], equations: list[str], refused: list[str]

@@ -12,7 +12,7 @@ import pytest
 from support import fault_proxy
 from support.command_line import run_here
 from support.conversions import Conversion, make, shards
-from support.examples import few
+from support.examples import few, few_cases
 from support.fault_proxy import FaultProxy, Operation, Request
 from support.full_checkpoints import floats, held, source_of
 from support.object_servers import Bucket, delete, forget, put, upload
@@ -85,17 +85,15 @@ def test_what_does_not_pass(
     assert not list((tmp_path / "out").glob("rank_*/*.ckpt"))
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    2,
     ("fault", "fact"),
-    few(
-        2,
-        [
-            ("access denied", "have these credentials allowed s3:"),
-            ("wrong clock", "set the clock"),
-            ("other region", "AWS_DEFAULT_REGION"),
-            ("no such bucket", "check the name of the bucket"),
-        ],
-    ),
+    [
+        ("access denied", "have these credentials allowed s3:"),
+        ("wrong clock", "set the clock"),
+        ("other region", "AWS_DEFAULT_REGION"),
+        ("no such bucket", "check the name of the bucket"),
+    ],
 )
 @pytest.mark.parametrize("when", few(1, [GET, LIST]))
 def test_what_a_store_refuses(

@@ -23,7 +23,7 @@ from support.conversions import (
     transform_by_function,
     write_conversion,
 )
-from support.examples import few, one_at_a_time
+from support.examples import few, few_cases, one_at_a_time
 from support.oracle import RawLayout
 
 import reshard_mpi
@@ -380,13 +380,11 @@ def test_every_rank_keeps_its_own_values_when_their_number_stays(c: Conversion) 
 # One moment
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    4,
     ("name", "unlisted"),
-    few(
-        4,
-        one_at_a_time(
-            ["global_step", "step_num", "state.w.step", "epoch_num", "step", "args.iteration"], ["follow", "drop"]
-        ),
+    one_at_a_time(
+        ["global_step", "step_num", "state.w.step", "epoch_num", "step", "args.iteration"], ["follow", "drop"]
     ),
 )
 def test_shards_of_different_moments_in_one_target(c: Conversion, name: str, unlisted: str) -> None:

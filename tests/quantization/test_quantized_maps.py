@@ -11,7 +11,7 @@ from quantization.test_quantized_checkpoints import bytes_of, compressed, dequan
 from quantization.test_quantized_refusals import FP8
 from support import safetensors_peer
 from support.command_line import run_here
-from support.examples import few
+from support.examples import few, few_cases
 from support.quantized import BFLOAT16, E4M3, Array, fp8, gptq, packed
 
 import reshard_mpi
@@ -260,28 +260,26 @@ def packed_weights(**shapes: tuple[int, int]) -> dict[str, Array]:
     }
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     ("equation", "shapes", "stated"),
-    few(
-        1,
-        [
-            (
-                "p.weight_packed [(a + 3) b] <=> u.weight_packed [a b], v.weight_packed [3 b]",
-                {"p": (8, 32)},
-                "u 5 32 v 3 32",
-            ),
-            (
-                "p.weight_packed [a b], q.weight_packed [c b] <=> u.weight_packed [(a + c) b]",
-                {"p": (8, 27), "q": (4, 27)},
-                "u 12 27",
-            ),
-            (
-                "p.weight_packed [a b], q.weight_packed [a c] <=> u.weight_packed [a (b + c)]",
-                {"p": (8, 32), "q": (8, 19)},
-                "u 8 51",
-            ),
-        ],
-    ),
+    [
+        (
+            "p.weight_packed [(a + 3) b] <=> u.weight_packed [a b], v.weight_packed [3 b]",
+            {"p": (8, 32)},
+            "u 5 32 v 3 32",
+        ),
+        (
+            "p.weight_packed [a b], q.weight_packed [c b] <=> u.weight_packed [(a + c) b]",
+            {"p": (8, 27), "q": (4, 27)},
+            "u 12 27",
+        ),
+        (
+            "p.weight_packed [a b], q.weight_packed [a c] <=> u.weight_packed [a (b + c)]",
+            {"p": (8, 32), "q": (8, 19)},
+            "u 8 51",
+        ),
+    ],
 )
 def test_packed_weights_state_the_shapes_that_they_get(
     tmp_path: Path, equation: str, shapes: dict[str, tuple[int, int]], stated: str

@@ -13,7 +13,7 @@ import pytest
 from quantization.test_quantized_checkpoints import bytes_of, compressed, write
 from support import safetensors_peer
 from support.command_line import refused, run_here
-from support.examples import few
+from support.examples import few_cases
 from support.quantized import BFLOAT16, E4M3, Array, fp8, gptq, packed
 
 import reshard_mpi
@@ -256,19 +256,17 @@ def test_settings_in_a_file_are_texts(tmp_path: Path) -> None:
         np.testing.assert_array_equal(np.asarray(opened["w.weight"]), sample.whole)
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     "text",
-    few(
-        1,
-        [
-            '{"quantization_config": "yes"}',
-            '{"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}',
-            '{"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}',
-            '{"quantization_config": null}',
-            "[]",
-            "no JSON",
-        ],
-    ),
+    [
+        '{"quantization_config": "yes"}',
+        '{"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}',
+        '{"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}',
+        '{"quantization_config": null}',
+        "[]",
+        "no JSON",
+    ],
 )
 def test_plain_checkpoints_are_moved_whatever_lies_beside_them(tmp_path: Path, text: str) -> None:
     tensors = {"block.layer_scales": np.ones(4, "f4"), "ls.scales": np.ones(4, "f4"), "w.weight": np.ones((8, 4), "f4")}

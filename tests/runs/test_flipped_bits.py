@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support import torch_peer
 from support.checkpoints import as_torch_writes, flip_bits, sample
-from support.examples import few
+from support.examples import few, few_cases
 
 import reshard_mpi
 from reshard_mpi.errors import DamageError, ReshardError
@@ -76,15 +76,13 @@ def audited(_: Path, out: Path) -> object:
 FEW, MORE = (3, 499), (29, 97)
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     ("check", "places", "form"),
-    few(
-        1,
-        [
-            *itertools.product((verify_alone,), (FEW, MORE), FORMS),
-            *itertools.product((verify_pair, read_verified, audited), (FEW,), FORMS),
-        ],
-    ),
+    [
+        *itertools.product((verify_alone,), (FEW, MORE), FORMS),
+        *itertools.product((verify_pair, read_verified, audited), (FEW,), FORMS),
+    ],
 )
 def test_a_flipped_bit_is_found(tmp_path: Path, form: str, check: Check, places: tuple[int, int]) -> None:
     src, out = training(tmp_path), tmp_path / "out"
@@ -100,15 +98,13 @@ PACKED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     ("form", "check", "places"),
-    few(
-        1,
-        [
-            *itertools.product(PACKED, (verify_alone,), (FEW,)),
-            *itertools.product(("megatron", "stage 2"), (verify_pair, read_verified, audited), ((3, 1499),)),
-        ],
-    ),
+    [
+        *itertools.product(PACKED, (verify_alone,), (FEW,)),
+        *itertools.product(("megatron", "stage 2"), (verify_pair, read_verified, audited), ((3, 1499),)),
+    ],
 )
 def test_a_flipped_bit_is_found_in_a_folder_beside_the_records(
     tmp_path: Path, form: str, check: Check, places: tuple[int, int]

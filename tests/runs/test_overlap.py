@@ -11,7 +11,7 @@ import pytest
 from support.checkpoints import read_shard
 from support.command_line import run_here
 from support.conversions import Conversion, listing, shards
-from support.examples import few
+from support.examples import few, few_cases
 
 import reshard_mpi
 from reshard_mpi.errors import TargetError
@@ -89,27 +89,25 @@ def around_one_shard(c: Conversion) -> Conversion:
     return c.but(src=c.shard(3), dst=c.src, src_strategy=None)
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    4,
     "lay",
-    few(
-        4,
-        [
-            in_a_rank_folder,
-            deep_in_a_rank_folder,
-            a_further_rank_folder,
-            a_rank_folder,
-            a_further_rank_folder_by_a_link_to_the_source,
-            a_link_into_a_rank_folder,
-            a_rank_folder_that_is_a_link,
-            where_a_rank_folder_of_the_source_leads,
-            a_rank_folder_of_the_target_that_leads_to_one,
-            beside_one_shard,
-            in_the_folder_of_one_shard,
-            a_rank_folder_beside_loose_files,
-            shard_through_a_link,
-            around_one_shard,
-        ],
-    ),
+    [
+        in_a_rank_folder,
+        deep_in_a_rank_folder,
+        a_further_rank_folder,
+        a_rank_folder,
+        a_further_rank_folder_by_a_link_to_the_source,
+        a_link_into_a_rank_folder,
+        a_rank_folder_that_is_a_link,
+        where_a_rank_folder_of_the_source_leads,
+        a_rank_folder_of_the_target_that_leads_to_one,
+        beside_one_shard,
+        in_the_folder_of_one_shard,
+        a_rank_folder_beside_loose_files,
+        shard_through_a_link,
+        around_one_shard,
+    ],
 )
 def test_a_target_in_a_rank_folder_of_the_source(c: Conversion, lay: Callable[[Conversion], Conversion]) -> None:
     c = lay(c)
@@ -138,17 +136,15 @@ def target_through_a_link(c: Conversion) -> Conversion:
     return c.but(dst=c.folder / "link")
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     "lay",
-    few(
-        1,
-        [
-            source_in_a_rank_folder,
-            source_in_a_rank_folder_that_is_not_written,
-            source_through_a_link,
-            target_through_a_link,
-        ],
-    ),
+    [
+        source_in_a_rank_folder,
+        source_in_a_rank_folder_that_is_not_written,
+        source_through_a_link,
+        target_through_a_link,
+    ],
 )
 def test_a_source_in_a_rank_folder_of_the_target(c: Conversion, lay: Callable[[Conversion], Conversion]) -> None:
     (c.folder / "dst" / "rank_0").mkdir(parents=True)

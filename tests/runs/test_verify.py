@@ -39,7 +39,7 @@ from support.conversions import (
     side,
     transform_apart,
 )
-from support.examples import few
+from support.examples import few, few_cases
 from support.launch import MPI, by_one_mpi, of_every_kind_and_mpi
 from support.oracle import RawLayout
 from support.processes import Finished
@@ -720,12 +720,10 @@ def test_alone_ckpt_by_its_record(tmp_path: Path) -> None:
     assert finished.code == 4 and "rank 0" in finished.err and "does not fit its own checksum" in finished.err
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     ("changes", "says"),
-    few(
-        1,
-        [({"b": None}, "'b' is not what was written"), ({"b": TENSORS["b"][:1]}, "'b'"), ({"x": TENSORS["b"]}, "'x'")],
-    ),
+    [({"b": None}, "'b' is not what was written"), ({"b": TENSORS["b"][:1]}, "'b'"), ({"x": TENSORS["b"]}, "'x'")],
 )
 def test_alone_a_shard_of_other_tensors(tmp_path: Path, changes: Arrays, says: str) -> None:
     c = four_targets(tmp_path)

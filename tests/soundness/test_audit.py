@@ -14,7 +14,7 @@ import pytest
 from support import torch_peer
 from support.checkpoints import flip_bits, sample, write_ranks
 from support.command_line import done, refused, run_apart, run_here
-from support.examples import few
+from support.examples import few, few_cases
 from support.launch import MPI, by_one_mpi
 from support.whole_checkpoints import CONFIG, EMBEDDING, HEAD, Array, Tensors, save, stand_ins, weights, with_state
 
@@ -452,17 +452,15 @@ def test_many_findings_fit_on_a_screen(jobs: str, tmp_path: Path) -> None:
     assert reshard_mpi.audit(tmp_path / "src", allow=["layers.*", "bad.*"]).is_sound(strict=True)
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     ("config", "said"),
-    few(
-        1,
-        [
-            ({**CONFIG, "architectures": ["\x1b[31mOther"]}, "no such architecture"),
-            ({**CONFIG, "architectures": ["Other"], "auto_map": {"AutoModel": "code.py"}}, "never run"),
-            ({**CONFIG, "architectures": ["PicklyForCausalLM"]}, "these settings"),
-            ({**CONFIG, "quantization_config": {"bits": 8}}, "quantized"),
-        ],
-    ),
+    [
+        ({**CONFIG, "architectures": ["\x1b[31mOther"]}, "no such architecture"),
+        ({**CONFIG, "architectures": ["Other"], "auto_map": {"AutoModel": "code.py"}}, "never run"),
+        ({**CONFIG, "architectures": ["PicklyForCausalLM"]}, "these settings"),
+        ({**CONFIG, "quantization_config": {"bits": 8}}, "quantized"),
+    ],
 )
 def test_configurations_that_tell_nothing(config: object, said: str, tmp_path: Path, stand_ins: Path) -> None:
     folder = save(tmp_path / "src", weights(), config=config)

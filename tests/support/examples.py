@@ -33,6 +33,11 @@ def few(count: int, cases: Iterable[Any]) -> list[Any]:
     return [case if number < count else _slow(case) for number, case in enumerate(cases)]
 
 
+def few_cases(count: int, names: str | tuple[str, ...], cases: Iterable[Any]) -> pytest.MarkDecorator:
+    """Run a test with these cases: `parametrize` with `few` of them in the quick part."""
+    return pytest.mark.parametrize(names, few(count, cases))
+
+
 def _slow(case: Any) -> Any:
     if isinstance(case, type(pytest.param())):
         return pytest.param(*case.values, id=case.id, marks=(*case.marks, pytest.mark.slow))
