@@ -145,7 +145,10 @@ def sample(array: Array, dtype: str | None = None, name: str = "") -> SampleTens
 
 def require_read(folder: Path, training: Training, form: Form) -> None:
     """Require that a checkpoint opens as all tensors of a training, bit by bit."""
-    whole = expected(training, form)
+    require_opened(folder, expected(training, form))
+
+
+def require_opened(folder: Path, whole: Mapping[str, SampleTensor]) -> None:
     with reshard_mpi.open(folder) as opened:
         assert set(opened) == set(whole)
         for name, own in whole.items():
@@ -182,7 +185,7 @@ def expected(training: Training, form: Form) -> dict[str, SampleTensor]:
     return named
 
 
-class _File:
+class File:
     """Gives each tensor of a file a storage of its own."""
 
     def __init__(self) -> None:
@@ -194,10 +197,14 @@ class _File:
 
 def write(folder: Path, training: Training, form: Form, spoil: Spoil = lambda name, content: None) -> Path:
     """Write a checkpoint below `folder`, with a file `latest`; return the folder of its tag."""
+    return write_files(folder, contents(training, form), spoil)
+
+
+def write_files(folder: Path, files: Iterator[tuple[str, Content]], spoil: Spoil) -> Path:
     tag = folder / "global_step3"
     tag.mkdir(parents=True)
     (folder / "latest").write_text(tag.name)
-    for name, content in contents(training, form):
+    for name, content in files:
         spoil(name, content)
         if content:
             save(tag / name, content)
@@ -266,13 +273,13 @@ def contents(training: Training, form: Form) -> Iterator[tuple[str, Content]]:
     if form.stages:
         for layer in sorted({name.partition(".")[0] for name in training.trained}, key=int):
             own = {name.partition(".")[2]: array for name, array in training.trained.items() if _is_of(name, layer)}
-            file = _File()
+            file = File()
             tensors = OrderedDict((name, file.tensor(array, training.dtype)) for name, array in own.items())
             yield f"layer_{int(layer):02d}-model_states.pt", tensors
     for place, (before, count) in enumerate(training.experts.items()):
         for number in range(count):
             own = {name: array for name, array in training.trained.items() if name.startswith(f"{before}{number}.")}
-            file = _File()
+            file = File()
             tensors = OrderedDict((name, file.tensor(array, training.dtype)) for name, array in own.items())
             yield f"layer_{place}_expert_{number}_mp_rank_00_model_states.pt", tensors
 
@@ -343,7 +350,7 @@ def _by_part(names: Mapping[str, object], parts: int) -> list[dict[str, str]]:
 
 
 def _model_states(training: Training, form: Form, groups: Sequence[_Group], data_rank: int) -> Content:
-    file, is_sliced = _File(), form.stage == 3
+    file, is_sliced = File(), form.stage == 3
     trained = {name: array for group in groups for name, array in group.arrays.items()}
     module: OrderedDict[str, Any] | None = OrderedDict()
     for name, array in (trained | training.frozen).items():
@@ -396,7 +403,7 @@ def _slice(array: Array, ranks: int, rank: int) -> Array:
 
 
 def _optimizer_states(training: Training, form: Form, groups: Sequence[_Group], data_rank: int) -> Content:
-    file = _File()
+    file = File()
     kinds = {"": training.trained, **training.state}
     flat: list[dict[str, Array]] = []
     paddings, partitions, gaps, mappings = [], [], [], []
@@ -508,12 +515,12 @@ def write_universal(folder: Path, training: Training, form: Form, spoil: Spoil =
     files["zero/optimizer_state.pt"] = settings
     for name, array in training.trained.items():
         for kind, whole in {"fp32": array, **{kind: own[name] for kind, own in training.state.items()}}.items():
-            file = _File()
+            file = File()
             is_bare = is_sliced
             tensor = file.tensor(whole.reshape(-1) if is_sliced else whole)
             files[f"zero/{name}/{kind}.pt"] = {"bare": tensor} if is_bare else {"param": tensor, "cat_dim": 0}
         if not is_sliced:
-            files[f"zero/{name}/step.pt"] = {"bare": _File().tensor(np.float32(training.step).reshape(()))}
+            files[f"zero/{name}/step.pt"] = {"bare": File().tensor(np.float32(training.step).reshape(()))}
     for name, content in files.items():
         spoil(name, content)
         if content:

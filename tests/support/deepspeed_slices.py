@@ -175,13 +175,7 @@ def contents(made: Sliced, form: Form) -> Iterator[tuple[str, Content]]:
 
 def write(folder: Path, made: Sliced, form: Form, spoil: Spoil = lambda name, content: None) -> Path:
     """Write a checkpoint below `folder`, with a file `latest`; return the folder of its tag."""
-    tag = folder / "global_step3"
-    tag.mkdir(parents=True)
-    (folder / "latest").write_text(tag.name)
-    for name, content in contents(made, form):
-        spoil(name, content)
-        deepspeed_peer.save(tag / name, content)
-    return tag
+    return deepspeed_peer.write_files(folder, contents(made, form), spoil)
 
 
 PATTERNS: list[Callable[[str], str]] = [

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-import reshard_mpi
 from reshard_mpi.testing.sample_tensors import SampleTensor
 from support import deepspeed_peer, torch_peer
 from support.deepspeed_peer import Array, Arrays, Content, sample
@@ -255,14 +254,8 @@ def arguments(model: Model, form: Form) -> dict[str, Any]:
     }
 
 
-class _File:
+class _File(deepspeed_peer.File):
     """Gives tensors of a file storages: one each, or one for several."""
-
-    def __init__(self) -> None:
-        self._keys = map(str, itertools.count())
-
-    def tensor(self, array: Array, dtype: str | None = None) -> torch_peer.Tensor:
-        return torch_peer.tensor(sample(np.asarray(array), dtype), next(self._keys))
 
     def views(self, buffer: Array, dtype: str, starts: Mapping[str, int], shapes: Mapping[str, Array]) -> Content:
         """Return tensors that are views of one vector."""
@@ -423,13 +416,7 @@ def expected(made: Training, form: Form) -> dict[str, SampleTensor]:
 
 def require_read(folder: Path, made: Training, form: Form) -> None:
     """Require that a checkpoint opens as all tensors of a training, bit by bit."""
-    whole = expected(made, form)
-    with reshard_mpi.open(folder) as opened:
-        assert set(opened) == set(whole)
-        for name, own in whole.items():
-            tensor = opened[name]
-            assert (tensor.shape, tensor.dtype.name) == (own.shape, own.dtype.name), name
-            assert tensor[...].tobytes() == own.content, name
+    deepspeed_peer.require_opened(folder, expected(made, form))
 
 
 @st.composite
