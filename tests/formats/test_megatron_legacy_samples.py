@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from formats.test_megatron_samples import DATA, LEGACY, unpacked
 from support import dcp_peer, deepspeed_peer, hdf5_peer, safetensors_peer
 from support.command_line import done
 from support.torch_runs import require_equal, samples_in, tree_of
 
 from reshard_mpi.testing.sample_tensors import SampleTensor
 
-DATA = Path(os.environ.get("RESHARD_MPI_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data")) / "megatron"
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="no megatron under RESHARD_MPI_SHARED_DATA or ../shared/data")
-SAMPLES = ["legacy_tp2pp2", "legacy_pp2_vpp2_tied_plain"]
 # Names that torch_dist has for norms, and the module of the samples.
 _NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -25,14 +22,6 @@ _NORMS = {
 }
 _KINDS = {"param": "fp32_param"}
 _ROWS = {"legacy_tp2pp2": 128, "legacy_pp2_vpp2_tied_plain": 112}
-
-
-def unpacked(name: str, folder: Path) -> Path:
-    """Return the folder that names the iteration."""
-    with tarfile.open(DATA / f"{name}.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-    (save,) = folder.iterdir()
-    return save
 
 
 def expected(name: str) -> Iterator[tuple[str, SampleTensor]]:
@@ -54,7 +43,7 @@ def expected(name: str) -> Iterator[tuple[str, SampleTensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("name", LEGACY)
 def test_every_target(tmp_path: Path, name: str) -> None:
     save = unpacked(name, tmp_path / "unpacked")
     for to in ("torch", "dcp", "hdf5", "hf"):
@@ -77,7 +66,7 @@ def test_every_target(tmp_path: Path, name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("name", LEGACY)
 def test_every_key_of_every_file(tmp_path: Path, name: str) -> None:
     """What files hold is part of the target, or is named."""
     save = unpacked(name, tmp_path / "unpacked")
@@ -101,11 +90,3 @@ def test_every_key_of_every_file(tmp_path: Path, name: str) -> None:
                 kept = target["scheduler" if key == "opt_param_scheduler" else key]
                 assert set(own) == set(kept) if isinstance(own, dict) else own == kept, key
     assert len(files) in (2, 4)
-
-
-@pytest.mark.parametrize("name", SAMPLES)
-def test_a_conversion_holds_the_same_tensors(tmp_path: Path, name: str) -> None:
-    save = unpacked(name, tmp_path / "unpacked")
-    done("transform", save, tmp_path / "out", "--to", "torch")
-    assert "the same" in done("diff", save, tmp_path / "out").out
-    assert "the same" in done("diff", tmp_path / "out", save).out

@@ -32,6 +32,7 @@ SAMPLES = {
     "core19_tp1_reshardable": "tp2",
     "core19_tp2pp2_reshardable": "tp2",
 }
+LEGACY = ("legacy_tp2pp2", "legacy_pp2_vpp2_tied_plain")
 
 # What was not gathered from the ranks.
 LACKING = {"core19_ep2_experts": ("moments",)}
@@ -170,7 +171,7 @@ def test_every_key_of_every_pickle(tmp_path: Path, name: str) -> None:
     assert target["iteration"] == 3 and target["args"]["num_layers"] == 4
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("name", [*SAMPLES, *LEGACY])
 def test_a_conversion_holds_the_same_tensors(tmp_path: Path, name: str) -> None:
     save = unpacked(name, tmp_path / "unpacked")
     done("transform", save, tmp_path / "out", "--to", "torch")

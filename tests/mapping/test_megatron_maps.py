@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.checkpoints import read_shard, write_shard
 from support.command_line import done
+from support.equations import assert_same
 from support.examples import few
 from support.full_checkpoints import Weights
 from support.pages import blocks
@@ -201,12 +202,6 @@ def through(folder: Path, source: Tensors, name: str, config: dict[str, Any], **
     (folder / "config.json").write_text(json.dumps(config))
     loaded = reshard_mpi.load_rank(0, folder / "source.safetensors", map=name, config=folder / "config.json", **options)
     return {name: value for name, value in loaded.items() if not isinstance(value, str)}
-
-
-def assert_same(made: Tensors, expected: Tensors) -> None:
-    assert made.keys() == expected.keys()
-    for name, array in expected.items():
-        assert made[name].shape == array.shape and np.array_equal(made[name], array), name
 
 
 @pytest.mark.parametrize("family", few(1, FAMILIES))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from support.checkpoints import write_shard
+from support.equations import assert_same
 from support.examples import few
 from support.full_checkpoints import Weights
 
@@ -47,12 +48,6 @@ class Through(NamedTuple):
             options["config"] = self.folder / "config.json"
         loaded = reshard_mpi.load_rank(0, self.folder / "source.safetensors", map=self.name, **options)
         return {name: value for name, value in loaded.items() if not isinstance(value, str)}
-
-
-def assert_same(made: Tensors, expected: Tensors) -> None:
-    assert made.keys() == expected.keys()
-    for name, array in expected.items():
-        assert made[name].shape == array.shape and np.array_equal(made[name], array), name
 
 
 def llama(*, is_tied: bool = False, is_qwen: bool = False) -> Tensors:
