@@ -197,6 +197,5 @@ def test_a_signal_at_the_beginning_leaves_nothing(
 
     monkeypatch.setattr(publication, function, interrupted)
     with Folder.open(tmp_path) as folder, pytest.raises(KeyboardInterrupt):
-        with Publication(folder, "net.ckpt", host="here"):
-            pass
+        Publication(folder, "net.ckpt", host="here").__enter__()
     assert not list(tmp_path.iterdir())
