@@ -33,7 +33,7 @@ from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.runs.open_run import open_run
 from reshard_mpi.runs.outcome import Report, ShardReport, TargetReport
 from reshard_mpi.runs.plan_command import Plan, RankSummary, rules_of_source, told_rules
-from reshard_mpi.runs.process_memory import RunMemory
+from reshard_mpi.runs.process_memory import RunProcess
 from reshard_mpi.runs.progress import Progress, RunStatus, log
 from reshard_mpi.runs.request import Task
 from reshard_mpi.runs.transform import plan_alone
@@ -152,8 +152,8 @@ def plan(
     `transform_checkpoints`. Raises a ReshardError if the transform would be refused.
     """
     request = request_of(locals())
-    with RunMemory(lambda: request.allowance, SerialComm(), Progress()) as allotted:
-        run = open_run(request, allotted)
+    with RunProcess.begun(request, SerialComm(), Progress()) as process:
+        run, allotted = open_run(process), process.memory
         plans, outcome = plan_alone(run.planner, run.targets, allotted.governor().notes)
         summaries = tuple(RankSummary.of(rank_plan, allotted.possible_peak_bytes(rank_plan)) for rank_plan in plans)
         rules = rules_of_source(run.planner, run.targets[0] if run.targets else None)

@@ -21,7 +21,7 @@ from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.processes.comm import SerialComm
 from reshard_mpi.runs.open_run import filled_files, open_run
 from reshard_mpi.runs.outcome import Report
-from reshard_mpi.runs.process_memory import RunMemory
+from reshard_mpi.runs.process_memory import RunProcess
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request, Strategies, TargetFiles
 from reshard_mpi.sharding.merge_strategies import merge
@@ -202,8 +202,8 @@ def _request_of_files(request: Request, choose: _Choose | None) -> Request:
     checkpoint cannot be planned.
     """
     request = request._replace(to=_FORMAT, keeps_journal=False)
-    with RunMemory(lambda: request.allowance, SerialComm(), Progress()) as memory:
-        planner = open_run(request._replace(target="", part=None), memory).planner
+    with RunProcess.begun(request._replace(target="", part=None), SerialComm(), Progress()) as process:
+        planner = open_run(process).planner
         plan = planner.plan(0, checked=False)
         planner.require_none_left_behind(
             plan, ShardShare(0, 1), lambda name: choose is None or _chosen(name, choose(name)) is not None

@@ -31,13 +31,11 @@ from reshard_mpi.planning.rank_plan import RankPlan, TensorPlan
 from reshard_mpi.planning.source_flaws import TEXT, UnusableShard, difference_messages
 from reshard_mpi.planning.strategy_check import drift_warning
 from reshard_mpi.planning.target_tensors import Policy
-from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.maps_and_packing import both_through_map, packings_of_two
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt, raise_first_failure
 from reshard_mpi.runs.planner import LIMITS, Planner
-from reshard_mpi.runs.process_memory import RunMemory, Workload
+from reshard_mpi.runs.process_memory import RunProcess, Workload
 from reshard_mpi.runs.progress import Progress, ProgressStage, SliceCounter
-from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.value_comparison import ComparedType, TensorComparison, ValueComparison, ValueDifference
 from reshard_mpi.sharding.strategy import unsharded
 from reshard_mpi.text import MIB, format_bytes, shortened
@@ -60,13 +58,14 @@ class DiffSide(NamedTuple):
     has_values: bool  # whether what it has beside its tensors can be compared
 
 
-def diff(request: Request, comm: Comm, memory: RunMemory, progress: Progress, strategies: Strategies | None) -> Outcome:
-    """Compare the checkpoint `request.source` with `request.target`.
+def diff(process: RunProcess) -> Outcome:
+    """Compare the source of the request with its target.
 
     The differences are the outcome's failures. Raises a ReshardError, the same on all processes, if the two cannot be
     compared.
     """
-    first, second, planned = planned_sides(request, comm, memory, progress, strategies)
+    comm, progress = process.comm, process.progress
+    first, second, planned = planned_sides(process)
     specs = {spec.name: spec for spec in second.plan.tensors.specs}
     common = [spec for spec in first.plan.tensors.specs if specs.get(spec.name) == spec]
     mine = common[comm.rank :: comm.size]
@@ -83,31 +82,24 @@ def diff(request: Request, comm: Comm, memory: RunMemory, progress: Progress, st
     return Outcome(processes=comm.size).joined(comm.allgather(outcome))
 
 
-def planned_sides(
-    request: Request,
-    comm: Comm,
-    memory: RunMemory,
-    progress: Progress,
-    strategies: Strategies | None,
-    *,
-    in_numbers: bool = False,
-) -> tuple[DiffSide, DiffSide, Outcome]:
+def planned_sides(process: RunProcess, *, in_numbers: bool = False) -> tuple[DiffSide, DiffSide, Outcome]:
     """Plan both sides, and compare the replicas of each; return them, and an outcome with notes and warnings.
 
     Args:
         in_numbers: whether they are to be compared in numbers, and not byte by byte.
     """
+    comm, progress = process.comm, process.progress
     progress.begin(ProgressStage("planning"))
-    first, second, planned = agreed(lambda: _planned(request, comm, strategies, memory, in_numbers=in_numbers), comm)
+    first, second, planned = agreed(lambda: _planned(process, in_numbers=in_numbers), comm)
     require_same_choice(comm, first.source.files, second.source.files)
     if comm.rank == 0:
         progress.display.reading(first.source.summary_text)
-    lost = compare_copies([(side.source, side.plan) for side in (first, second)], comm, progress)
+    lost = compare_copies([(side.source, side.plan) for side in (first, second)], process)
     return first, second, planned.joined([Outcome(lost=lost)])
 
 
 def compare_copies(
-    planned: Sequence[tuple[SourceCheckpoint, RankPlan]], comm: Comm, progress: Progress
+    planned: Sequence[tuple[SourceCheckpoint, RankPlan]], process: RunProcess
 ) -> tuple[UnusableShard, ...]:
     """Compare the replicas in checkpoints that must be the same before one stands for all, as a transform does.
 
@@ -118,6 +110,7 @@ def compare_copies(
     """
     if not any(plan.to_compare for _, plan in planned):
         return ()
+    comm, progress = process.comm, process.progress
     mine = [list(partition_for(plan.to_compare, comm.rank, comm.size)) for _, plan in planned]
     size_bytes = sum(alike.size_bytes for _, plan in planned for alike in plan.to_compare)
     own_bytes = sum(alike.size_bytes for of_side in mine for alike in of_side)
@@ -132,13 +125,43 @@ def compare_copies(
     return agreed(compare_mine, comm)
 
 
-def _planned(
-    request: Request, comm: Comm, strategies: Strategies | None, memory: RunMemory, *, in_numbers: bool
-) -> tuple[DiffSide, DiffSide, Outcome]:
+class PlannedWhole(NamedTuple):
+    """All that a checkpoint holds, planned as one full checkpoint to be compared with something."""
+
+    plan: RankPlan
+    peak_bytes: int  # the memory that comparing it takes
+    notes: tuple[str, ...]  # on what its shards do not hold alike
+    warnings: tuple[str, ...]
+    drift: tuple[str, ...]  # the warning of replicas that have drifted apart, if they have
+
+    @classmethod
+    def of(cls, planner: Planner, also_read: SourceCheckpoint, process: RunProcess, purpose: str) -> PlannedWhole:
+        """Plan a checkpoint, with the memory for that, and look whether its shards agree on tensors that several hold.
+
+        Args:
+            also_read: the one that it is compared with, or itself.
+        """
+        comm, memory, path = process.comm, process.memory, planner.source.files.path
+        memory.reserve_for_planning(Workload(planner, also_read.files.format, also_read=also_read), purpose)
+        findings = planner.sample_findings(process=comm.rank, processes=comm.size)
+        plan = planner.plan(0, checked=False)
+        planner.require_none_left_behind(plan, ShardShare(comm.rank, comm.size))
+        of_ranks = findings.unlisted
+        if comm.rank == 0:
+            own = planner if planner.mapped is None else planner.mapped.original
+            of_ranks += own.with_values_compared(own.plan(0, checked=False)).differing
+        peak_bytes = memory.possible_peak_bytes(plan) + (comparing_bytes(LIMITS) if plan.to_compare else 0)
+        drift = (drift_warning(findings.drifted),) if findings.drifted else ()
+        found = difference_messages(of_ranks, path)
+        return cls(plan, peak_bytes, found.notes, found.warnings, drift)
+
+
+def _planned(process: RunProcess, *, in_numbers: bool) -> tuple[DiffSide, DiffSide, Outcome]:
     """Return both sides, planned, and an outcome with the notes and warnings on them."""
+    request, comm, memory, *_ = process
     governor, purpose = memory.governor(), f"comparing {request.source} with {request.target}"
-    memory.reserve_for_reading(request, strategies, purpose)
-    read = strategies or Strategies.read(request)
+    process.reserve_for_reading(purpose)
+    read = process.read_strategies()
     first_files = request.shard_files()
     second_files = discovery.find_shards(request.target, role="other")
     if not formats.info(second_files.format).knows_file_count:
@@ -149,7 +172,7 @@ def _planned(
             where=second_files.path,
             remedy="compare them the other way round",
         )
-    memory.reserve_for_reading(request, strategies, purpose, first_files.format, second_files.format)
+    process.reserve_for_reading(purpose, first_files.format, second_files.format)
     given = None if request.dst_strategy is None else read.target
     sources = open_source(first_files, read.source), open_source(second_files, given)
     policy = Policy(replicas=request.replicas, accumulated=request.accumulated)
@@ -157,27 +180,14 @@ def _planned(
     packings = packings_of_two(*sources)
     planners, require_some = both_through_map(request, *as_they_are, packings)
     memory.free_with(*(planner.forget for planner in planners))
-    peak_bytes, plans = MEASURING_BYTES if in_numbers else 0, list[RankPlan]()
-    warnings, notes_on_ranks = list[str](), list[str]()
-    for planner, other in zip(planners, reversed(sources)):
-        memory.reserve_for_planning(Workload(planner, other.files.format, also_read=other), purpose)
-        findings = planner.sample_findings(process=comm.rank, processes=comm.size)
-        warnings += [drift_warning(findings.drifted)] if findings.drifted else []
-        plans.append(planner.plan(0, checked=False))
-        of_ranks = findings.unlisted
-        if comm.rank == 0:
-            own = planner if planner.mapped is None else planner.mapped.original
-            of_ranks += own.with_values_compared(own.plan(0, checked=False)).differing
-        found = difference_messages(of_ranks, planner.source.files.path)
-        notes_on_ranks += [f"{planner.source.files.path}: {note}" for note in found.notes]
-        warnings += [f"{planner.source.files.path}: {warning}" for warning in found.warnings]
-        planner.require_none_left_behind(plans[-1], ShardShare(comm.rank, comm.size))
-        peak_bytes += memory.possible_peak_bytes(plans[-1]) + (comparing_bytes(LIMITS) if plans[-1].to_compare else 0)
+    wholes = [PlannedWhole.of(planner, other, process, purpose) for planner, other in zip(planners, reversed(sources))]
+    plans = [whole.plan for whole in wholes]
     require_some(_names(planners, plans))
     mapped = planners[0].mapped
     if mapped is not None and comm.rank == 0:
         mapped.check_values()
-    while not memory.reserve_peak(peak_bytes, purpose):
+    peak_bytes = sum(whole.peak_bytes for whole in wholes)
+    while not memory.reserve_peak(peak_bytes + (MEASURING_BYTES if in_numbers else 0), purpose):
         plans = [planner.plan(0, checked=False) for planner in planners]
     of_map = plans[0].notes if mapped is not None else ()
     notes_on_gradients = (
@@ -189,7 +199,7 @@ def _planned(
     notes = (
         *of_map,
         *of_texts,
-        *notes_on_ranks,
+        *(f"{source.files.path}: {note}" for source, whole in zip(sources, wholes) for note in whole.notes),
         *notes_on_gradients,
         *first_files.notes,
         *second_files.notes,
@@ -199,16 +209,21 @@ def _planned(
     )
     paths = request.source, request.target
     first, second = (DiffSide(*each, not any(packings)) for each in zip(paths, sources, plans))
-    warnings += [
+    warnings = (
+        *(
+            text
+            for source, whole in zip(sources, wholes)
+            for text in (*whole.drift, *(f"{source.files.path}: {warning}" for warning in whole.warnings))
+        ),
         *(text for source in sources for text in source.files.warnings),
         *(text for plan in plans for text in plan.warnings),
         *(what for plan in plans for what in plan.left_out if what.endswith(OF_RANKS_ALONE)),
-    ]
+    )
     outcome = Outcome(
         notes=tuple(dict.fromkeys(notes)),
         lost=(*plans[0].lost, *plans[1].lost),
         modified=(*sources[0].files.modified, *sources[1].files.modified),
-        other_warnings=tuple(warnings),
+        other_warnings=warnings,
     )
     return first, second, outcome
 
@@ -316,10 +331,8 @@ def _described(spec: TensorSpec) -> str:
     return f"{spec.dtype.name} of shape {list(spec.global_shape)}"
 
 
-def diff_values(
-    request: Request, comm: Comm, memory: RunMemory, progress: Progress, strategies: Strategies | None
-) -> Outcome:
-    """Compare the checkpoints `request.source` and `request.target` in numbers.
+def diff_values(process: RunProcess) -> Outcome:
+    """Compare the source and the target of the request in numbers.
 
     What is found is the outcome's `comparison`. Raises a ReshardError, the same on all processes, if the two cannot be
     compared.
@@ -329,8 +342,9 @@ def diff_values(
     def are_comparable(spec: TensorSpec, other: TensorSpec) -> bool:
         return spec.global_shape == other.global_shape and is_comparable(spec.dtype, other.dtype)
 
+    request, comm, progress = process.request, process.comm, process.progress
     tolerance = Tolerance(request.atol, request.rtol)
-    first, second, planned = planned_sides(request, comm, memory, progress, strategies, in_numbers=True)
+    first, second, planned = planned_sides(process, in_numbers=True)
     own, others = ({spec.name: spec for spec in side.plan.tensors.specs} for side in (first, second))
     common = [spec for name, spec in own.items() if name in others and are_comparable(spec, others[name])]
     common.sort(key=lambda spec: -spec.size_bytes)

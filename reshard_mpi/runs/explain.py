@@ -17,7 +17,7 @@ from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.open_run import Run, open_for_planning
 from reshard_mpi.runs.outcome import Outcome, agreed
 from reshard_mpi.runs.planner import Planner
-from reshard_mpi.runs.process_memory import RunMemory
+from reshard_mpi.runs.process_memory import RunProcess
 from reshard_mpi.runs.progress import Progress, Words, complain
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.box import Box
@@ -102,12 +102,13 @@ def explained(request: Request, comm: Comm, name: str) -> tuple[str, Outcome] | 
     holds the tensor. Raises, the same on every process, UsageError if no target has the tensor, and the errors for
     which a run would be refused.
     """
-    with RunMemory(lambda: request.allowance, comm, Progress(Words(complain))) as memory:
-        return agreed(lambda: _explained(request, name, memory) if comm.rank == 0 else None, comm)
+    with RunProcess.begun(request, comm, Progress(Words(complain))) as process:
+        return agreed(lambda: _explained(process, name) if comm.rank == 0 else None, comm)
 
 
-def _explained(request: Request, name: str, memory: RunMemory) -> tuple[str, Outcome]:
-    run = open_for_planning(request, memory, most_planned=len(request.rank or ()) + 1)
+def _explained(process: RunProcess, name: str) -> tuple[str, Outcome]:
+    request = process.request
+    run = open_for_planning(process, most_planned=len(request.rank or ()) + 1)
     planner = run.planner
     first = _first_holder(planner, name, request.rank or ())
     both = planner.held(first.target_rank, (name,))[name]

@@ -20,7 +20,7 @@ from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.runs.check_places import refuse_overlap, refuse_posing, refuse_replacing
 from reshard_mpi.runs.maps_and_packing import packing_of, planner_with_maps, require_target_options
 from reshard_mpi.runs.planner import Planner
-from reshard_mpi.runs.process_memory import RunMemory, Workload
+from reshard_mpi.runs.process_memory import RunProcess, Workload
 from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.scheduling import are_even, assign, target_weights
 from reshard_mpi.sharding import strategy_table
@@ -170,26 +170,21 @@ def _workload(request: Request, planner: Planner, format_name: str, targets: int
 
 
 def open_run(
-    request: Request,
-    memory: RunMemory,
-    strategies: Strategies | None = None,
-    known_damage: Mapping[int, ReshardError] = NO_DAMAGE,
-    *,
-    most_planned: int | None = None,
+    process: RunProcess, known_damage: Mapping[int, ReshardError] = NO_DAMAGE, *, most_planned: int | None = None
 ) -> Run:
     """Open the run that a request asks for, with the memory to plan its targets one after another.
 
     Args:
-        strategies: those of the request, if they have been read already.
         known_damage: what is known to be wrong with source shards, by rank.
         most_planned: how many targets are planned at most; None: all that are chosen.
 
     Raises a ReshardError for what is wrong with the request, its files, or both together.
     """
+    request, memory = process.request, process.memory
     to = f"{request.target} " if request.target else ""
     purpose = f"planning {to}from {request.source}"
-    memory.reserve_for_reading(request, strategies, purpose)
-    read = strategies or Strategies.read(request)
+    process.reserve_for_reading(purpose)
+    read = process.read_strategies()
     if request.files is not None:
         read = read._replace(target=strategy_of(list(request.files.held.values())))
     request.require_list_to_drop_by()
@@ -202,7 +197,7 @@ def open_run(
     if not is_checked_later:
         ranks = request.rank if request.rank is not None else range(read.target.world_size)
         _require_possible_places(request, shards, name, ranks, read.target)
-    memory.reserve_for_reading(request, strategies, purpose, shards.format)
+    process.reserve_for_reading(purpose, shards.format)
     source = open_source(shards, read.source, known_damage)
     source_commit = _noted_commit(source) if request.verify else None
     # The commit has a sum of each whole tensor, not of each shard, so replicas must be compared in full.
@@ -262,11 +257,12 @@ def _planner_of_files(request: Request, planner: Planner, traits: formats.Format
     return planner.changed(target=target), request._replace(prefix=packed.prefix)
 
 
-def open_for_planning(request: Request, memory: RunMemory, *, most_planned: int) -> Run:
+def open_for_planning(process: RunProcess, *, most_planned: int) -> Run:
     """Open a run to draw or explain some targets: the ones that the request names, or else the first.
 
     Raises a ReshardError for what `transform` would refuse before planning.
     """
+    request = process.request
     if request.part is not None:
         raise UsageError(
             "a part of the targets is neither drawn nor explained",
@@ -275,7 +271,7 @@ def open_for_planning(request: Request, memory: RunMemory, *, most_planned: int)
         )
     # Of a million targets only the requested ones are looked at, and these are known later.
     first = request if request.rank is not None else request._replace(rank=(0,))
-    return open_run(first, memory, most_planned=most_planned)
+    return open_run(process._replace(request=first), most_planned=most_planned)
 
 
 def _require_writable(request: Request, format_name: str) -> None:

@@ -16,7 +16,7 @@ from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.open_run import Run
 from reshard_mpi.runs.outcome import Outcome, together
 from reshard_mpi.runs.planner import Planner
-from reshard_mpi.runs.process_memory import RunMemory
+from reshard_mpi.runs.process_memory import RunProcess
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request
 from reshard_mpi.runs.target_plans import TargetPlans
@@ -171,9 +171,9 @@ def plan_targets(
     def make(damage: Mapping[int, ReshardError]) -> TargetPlans:
         nonlocal listing
         listing = _Listing(lists_tensors=lists_tensors)
-        return TargetPlans.make(request, comm, memory, progress, None, damage, listing.add)
+        return TargetPlans.make(process, damage, listing.add)
 
-    with RunMemory(lambda: request.allowance, comm, progress) as memory:
+    with RunProcess.begun(request, comm, progress) as process:
         plans, planned = checked_plans(make, comm, progress)
         outcome = compare_within_source(plans, planned)
         summaries = [summary for share in together(comm, lambda: listing.summaries) for summary in share]

@@ -1,4 +1,4 @@
-"""Project the memory that a process of a run needs (`Projection`), and reserve it step by step (`RunMemory`)."""
+"""Project the memory that a process of a run needs (`Projection`), and reserve it for that process (`RunProcess`)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -23,13 +24,13 @@ from reshard_mpi.processes.governor import Allowance, Governor
 from reshard_mpi.processes.leases import MPI_BYTES, WORKER_BYTES, ProcessLease
 from reshard_mpi.runs.planner import LIMITS, Planner
 from reshard_mpi.runs.progress import Progress
+from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import KIB, MIB
 
 if TYPE_CHECKING:
     from reshard_mpi.formats.registry import FormatInfo
     from reshard_mpi.runs.check_sums import Summing
-    from reshard_mpi.runs.request import Request, Strategies
 
 # An interpreter with the modules that plan and move bytes, and a thread, but without the command line; what numpy adds.
 INTERPRETER_BYTES = 28 * MIB
@@ -320,17 +321,6 @@ class RunMemory:
         """Set the functions that free what was read and planned, for when other processes need memory."""
         self._to_free = functions
 
-    def reserve_for_reading(
-        self, request: Request, strategies: Strategies | None, purpose: str, *source_formats: str
-    ) -> None:
-        """Wait for the memory to read the strategies of a request and, for given source formats, the first shards.
-
-        Args:
-            strategies: those of the request, if they have been read already.
-        """
-        to_read = (request.src_strategy, request.dst_strategy) if strategies is None else ()
-        self.reserve_peak(opening_bytes(to_read, *source_formats), purpose)
-
     def reserve_for_checking(self, source_format: str, purpose: str, summing: Summing) -> None:
         """Wait for the memory to check a shard against its own sums, beside what was planned."""
         self.reserve_peak(max(self.projection.gathering_bytes, checking_bytes(source_format, summing)), purpose)
@@ -405,3 +395,31 @@ class RunMemory:
         for free in self._to_free:
             free()
         gc.collect()
+
+
+class RunProcess(NamedTuple):
+    """One process of a run, with the request, all processes of the run, its own memory, and its reports."""
+
+    request: Request
+    comm: Comm  # all processes of the run, which do the same at the same time
+    memory: RunMemory
+    progress: Progress
+    strategies: Strategies | None = None  # those of the request, if they have been read already
+
+    @classmethod
+    @contextmanager
+    def begun(
+        cls, request: Request, comm: Comm, progress: Progress, strategies: Strategies | None = None
+    ) -> Iterator[RunProcess]:
+        """Yield this process of a run; it holds memory as long as the `with` block lasts."""
+        with RunMemory(lambda: request.allowance, comm, progress) as memory:
+            yield cls(request, comm, memory, progress, strategies)
+
+    def reserve_for_reading(self, purpose: str, *source_formats: str) -> None:
+        """Wait for the memory to read the strategies and, for given source formats, the first shards."""
+        to_read = (self.request.src_strategy, self.request.dst_strategy) if self.strategies is None else ()
+        self.memory.reserve_peak(opening_bytes(to_read, *source_formats), purpose)
+
+    def read_strategies(self) -> Strategies:
+        """Return the strategies of the request."""
+        return self.strategies or Strategies.read(self.request)

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from reshard_mpi.checkpoints.shard_files import ShardFiles
     from reshard_mpi.processes.comm import Comm
     from reshard_mpi.runs.outcome import Outcome
-    from reshard_mpi.runs.process_memory import RunMemory
+    from reshard_mpi.runs.process_memory import RunProcess
     from reshard_mpi.runs.progress import Progress
 
-    TaskFunction = Callable[["Request", Comm, RunMemory, Progress, "Strategies | None"], Outcome]
+    TaskFunction = Callable[[RunProcess], Outcome]
 
 # 5 GB, the size up to which huggingface_hub fills files.
 _USUAL_FILE_BYTES = 5 * 10**9
@@ -189,7 +189,7 @@ class Strategies(NamedTuple):
 
 
 class Task(StrEnum):
-    """What processes do together: MODULE:FUNCTION, called with request, communicator, memory, progress, strategies."""
+    """What processes do together: MODULE:FUNCTION, which each calls with its `process_memory.RunProcess`."""
 
     CONVERT = "runs.transform:convert"
     VERIFY_PAIR = "runs.verify_command:verify_pair"
@@ -212,12 +212,12 @@ class Task(StrEnum):
 
         Raises the same error on every process if the run is refused.
         """
-        from reshard_mpi.runs.process_memory import RunMemory
+        from reshard_mpi.runs.process_memory import RunProcess
 
         function = self.load()
         list_object_stores(request, comm, is_target_read=self is not Task.CONVERT)
-        with RunMemory(lambda: request.allowance, comm, progress) as memory:
-            return function(request, comm, memory, progress, strategies)
+        with RunProcess.begun(request, comm, progress, strategies) as process:
+            return function(process)
 
 
 def list_object_stores(request: Request, comm: Comm | None = None, *, is_target_read: bool = False) -> None:

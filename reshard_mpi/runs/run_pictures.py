@@ -50,7 +50,7 @@ from reshard_mpi.runs.explain import (
 from reshard_mpi.runs.open_run import open_for_planning
 from reshard_mpi.runs.outcome import Outcome, agreed
 from reshard_mpi.runs.planner import Planner
-from reshard_mpi.runs.process_memory import RunMemory
+from reshard_mpi.runs.process_memory import RunProcess
 from reshard_mpi.runs.progress import Progress, ProgressStage
 from reshard_mpi.runs.request import Request
 from reshard_mpi.sharding.box import Box
@@ -80,13 +80,14 @@ def planned_figures(request: Request, comm: Comm, asked: Asked, progress: Progre
     Returns None on the others; all of them must call this. With `ranks` in the request only these targets are planned.
     Raises, the same on every process, the errors for which a run would be refused.
     """
-    with RunMemory(lambda: request.allowance, comm, progress) as memory:
-        return agreed(lambda: _figures(request, asked, memory, progress) if comm.rank == 0 else None, comm)
+    with RunProcess.begun(request, comm, progress) as process:
+        return agreed(lambda: _figures(process, asked) if comm.rank == 0 else None, comm)
 
 
-def _figures(request: Request, asked: Asked, memory: RunMemory, progress: Progress) -> tuple[Figures, Outcome]:
+def _figures(process: RunProcess, asked: Asked) -> tuple[Figures, Outcome]:
+    request, _, memory, progress, _ = process
     progress.begin(ProgressStage("planning"))
-    run = open_for_planning(request, memory, most_planned=2 * MOST_PLANNED)
+    run = open_for_planning(process, most_planned=2 * MOST_PLANNED)
     memory.reserve_peak(memory.projection.planning_bytes + asked.drawing_bytes, f"a picture of {request.target}")
     planner = run.planner
     targets = planner.target.world_size

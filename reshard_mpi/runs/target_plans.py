@@ -23,7 +23,6 @@ from reshard_mpi.journal.record_files import STATE, recorded_ranks
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.source_flaws import between_targets, named, warnings_of
-from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.check_places import (
     SpaceEstimate,
     SpaceNeed,
@@ -37,9 +36,8 @@ from reshard_mpi.runs.check_places import (
 from reshard_mpi.runs.open_run import Run, open_run
 from reshard_mpi.runs.outcome import Outcome, TargetReport, attempt, merge, report_of
 from reshard_mpi.runs.planner import Planner
-from reshard_mpi.runs.process_memory import MAX_KEPT_PLANS, MAX_KEPT_PLANS_BYTES, RunMemory
-from reshard_mpi.runs.progress import Progress, ProgressStage
-from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.process_memory import MAX_KEPT_PLANS, MAX_KEPT_PLANS_BYTES, RunProcess
+from reshard_mpi.runs.progress import ProgressStage
 from reshard_mpi.runs.scheduling import divide, target_weights
 
 if TYPE_CHECKING:
@@ -119,15 +117,15 @@ class TargetPlans:
         report: what the other processes are told of the plans.
     """
 
-    def __init__(self, run: Run, comm: Comm, memory: RunMemory, progress: Progress, on_planned: OnPlanned) -> None:
+    def __init__(self, run: Run, process: RunProcess, on_planned: OnPlanned) -> None:
         self.run = run
-        self.comm, self.memory, self.progress = comm, memory, progress
+        _, self.comm, self.memory, self.progress, _ = process
         self.journal = run.make_journal()
         for rank in run.targets[-1:]:  # the one with the longest number
             require_short_names(self.journal.paths(rank, run.path(rank)))
         self.journal.check()
-        self.assignments = divide(target_weights(run.planner, run.targets), run.hosts(comm))
-        self.own = self.assignments[comm.rank]
+        self.assignments = divide(target_weights(run.planner, run.targets), run.hosts(self.comm))
+        self.own = self.assignments[self.comm.rank]
         self.inputs: dict[int, TargetInputs] = {}
         self.peak_bytes: dict[int, int] = {}
         self.further_bytes: dict[int, int] = {}
@@ -144,26 +142,21 @@ class TargetPlans:
     @classmethod
     def make(
         cls,
-        request: Request,
-        comm: Comm,
-        memory: RunMemory,
-        progress: Progress,
-        strategies: Strategies | None,
+        process: RunProcess,
         known_damage: Mapping[int, ReshardError],
         on_planned: OnPlanned = lambda run, plan, peak_bytes: None,
     ) -> TargetPlans:
         """Open the run and plan this process's targets. Failures of single targets are in the report.
 
         Args:
-            strategies: those of the request, if they have been read already.
             known_damage: what is known to be wrong with source shards, by rank.
             on_planned: called for each target that this process leads, with the memory that writing it takes.
 
         Raises a ReshardError if the run cannot be opened, or its target folder not be used.
         """
-        run = open_run(request, memory, strategies, known_damage)
-        plans = cls(run, comm, memory, progress, on_planned)
-        memory.free_with(run.planner.forget, plans.forget)
+        run = open_run(process, known_damage)
+        plans = cls(run, process, on_planned)
+        plans.memory.free_with(run.planner.forget, plans.forget)
         plans._plan_all()
         return plans
 

@@ -36,9 +36,8 @@ from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.check_places import require_room
 from reshard_mpi.runs.outcome import Outcome, attempt, raise_first_failure, report_of, together
 from reshard_mpi.runs.planner import Planner
-from reshard_mpi.runs.process_memory import RunMemory
+from reshard_mpi.runs.process_memory import RunProcess
 from reshard_mpi.runs.progress import CLOSED, MOVED, PHASES, Progress, ProgressStage, SliceCounter
-from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.target_plans import PlanReport, TargetPlans
 from reshard_mpi.runs.write_targets import write_targets
 
@@ -53,21 +52,16 @@ class ComparisonReport(NamedTuple):
     findings: SampleFindings  # tensors that differ from rank to rank
 
 
-def convert(
-    request: Request, comm: Comm, memory: RunMemory, progress: Progress, strategies: Strategies | None
-) -> Outcome:
-    """Make this process's part of the targets of `request`; return the outcome of all processes of `comm`.
+def convert(process: RunProcess) -> Outcome:
+    """Make this process's part of the targets of its request; return the outcome of all processes of the run.
 
-    Every process of `comm` must call it with the same request.
-
-    Args:
-        strategies: those of the request, if they have been read already.
+    Every process of the run must call it with the same request.
 
     Raises the same error on every process if the run is refused, before anything is written. Targets that fail later
     are in the outcome.
     """
-    make = partial(TargetPlans.make, request, comm, memory, progress, strategies)
-    plans, planned = checked_plans(make, comm, progress)
+    request, comm, progress = process.request, process.comm, process.progress
+    plans, planned = checked_plans(partial(TargetPlans.make, process), comm, progress)
     outcome = compare_within_source(plans, planned)
     together(comm, partial(_begin, plans))
     if comm.rank == 0:  # not earlier, since a process alone may have started over until now

@@ -28,7 +28,6 @@ from reshard_mpi.journal.record_finder import RecordFinder, damage_besides, modi
 from reshard_mpi.planning.gradient_joining import notes_on
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.target_tensors import Policy
-from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor import Governor
 from reshard_mpi.runs.check_commit import commit_of
 from reshard_mpi.runs.check_sums import (
@@ -45,7 +44,7 @@ from reshard_mpi.runs.maps_and_packing import files_of_run, packing_to_compare, 
 from reshard_mpi.runs.open_run import chosen_targets
 from reshard_mpi.runs.outcome import Checked, Failure, Outcome, agreed, attempt
 from reshard_mpi.runs.planner import LIMITS, Planner
-from reshard_mpi.runs.process_memory import RunMemory, Workload, checking_bytes
+from reshard_mpi.runs.process_memory import RunMemory, RunProcess, Workload, checking_bytes
 from reshard_mpi.runs.progress import Progress, ProgressStage, SliceCounter, Words, complain
 from reshard_mpi.runs.recorded_runs import (
     accumulated_as_made,
@@ -55,7 +54,6 @@ from reshard_mpi.runs.recorded_runs import (
     say_if_source_changed,
     strategy_to_drop_by,
 )
-from reshard_mpi.runs.request import Request, Strategies
 from reshard_mpi.runs.scheduling import assign, target_weights
 from reshard_mpi.sharding.strategy import Strategy, Unlisted, unsharded
 from reshard_mpi.text import counted
@@ -79,9 +77,10 @@ class _ComparedCheckpoints(NamedTuple):
     otherwise: ReshardError | None
     committed: Mapping[str, str]  # digests of files besides their tensors, by path, for files without records
 
-    def check(self, rank: int, size_bytes: int, comm: Comm, memory: RunMemory, progress: Progress) -> Outcome:
+    def check(self, rank: int, size_bytes: int, process: RunProcess) -> Outcome:
         """Compare the shard of a target rank with its sources. Raises DamageError if it cannot be compared."""
         planner, target = self.planner, self.target
+        comm, memory, progress = process.comm, process.memory, process.progress
         purpose = f"target rank {rank} of {target.files.path}"
         memory.reserve_for_planning(Workload(planner, target.files.format, also_read=target), purpose)
         plan = planner.plan(rank, checked=False)
@@ -161,23 +160,21 @@ class _ComparedCheckpoints(NamedTuple):
         return {rank: error for rank, error in errors.items() if error is not None}
 
 
-def verify_pair(
-    request: Request, comm: Comm, memory: RunMemory, progress: Progress, strategies: Strategies | None
-) -> Outcome:
-    """Verify that the checkpoint `request.target` equals a fresh transform of `request.source`.
+def verify_pair(process: RunProcess) -> Outcome:
+    """Verify that the target of the request equals a fresh transform of its source.
 
     Damage is in the outcome's failures. Raises a ReshardError, the same on every process, if the two cannot be
     compared.
     """
+    comm, progress = process.comm, process.progress
     progress.begin(ProgressStage("planning"))
-    pair = agreed(lambda: _opened_pair(request, comm, memory, strategies), comm)
+    pair = agreed(lambda: _opened_pair(process), comm)
     source, target = pair.planner.source, pair.target
     require_same_choice(comm, source.files, target.files)
     if comm.rank == 0:
         progress.display.reading(source.summary_text)
     weights = target_weights(pair.planner, pair.ranks)
-    check = partial(pair.check, comm=comm, memory=memory, progress=progress)
-    checked = _each(target.files, weights, comm, progress, check, pair.notes)
+    checked = _each(target.files, weights, process, partial(pair.check, process=process), pair.notes)
     if checked.failures and pair.otherwise is not None:
         raise pair.otherwise
     for failure in checked.failures:
@@ -187,17 +184,16 @@ def verify_pair(
     return _with_notes(checked, pair.governor, source.files, target.files)
 
 
-def _opened_pair(
-    request: Request, comm: Comm, memory: RunMemory, strategies: Strategies | None
-) -> _ComparedCheckpoints:
+def _opened_pair(process: RunProcess) -> _ComparedCheckpoints:
     """Open both checkpoints, with memory enough to plan."""
+    request, comm, memory, *_ = process
     purpose = f"verifying {request.target}"
     governor = memory.governor()
-    memory.reserve_for_reading(request, strategies, purpose)
-    read = strategies or Strategies.read(request)
+    process.reserve_for_reading(purpose)
+    read = process.read_strategies()
     require_reachable(request.target)
     files, target_files = request.shard_files(), discovery.find_shards(request.target, role="target")
-    memory.reserve_for_reading(request, strategies, purpose, files.format, target_files.format)
+    process.reserve_for_reading(purpose, files.format, target_files.format)
     source = open_source(files, read.source)
     run = recorded_run(target_files)
     request, made_so = as_made(request, run, target_files.path)
@@ -250,21 +246,20 @@ def _packed_target(files: shard_files.ShardFiles, packed: Packed) -> SourceCheck
     return SourceCheckpoint(files._replace(by_rank=by_rank, is_folder=False), Strategy(count, 1, {}))
 
 
-def verify_alone(
-    request: Request, comm: Comm, memory: RunMemory, progress: Progress, strategies: Strategies | None
-) -> Outcome:
-    """Verify the checkpoint `request.source` against the sums that it keeps.
+def verify_alone(process: RunProcess) -> Outcome:
+    """Verify the source of the request against the sums that it keeps.
 
     Where the request names ranks, only their shards are verified, each by itself. Damage is in the outcome's failures.
     Raises a ReshardError, the same on every process, if it cannot be verified, for instance since it keeps no sums.
     """
-    files, outcome = verify_by_sums(request, comm, memory, progress)
+    request = process.request
+    files, outcome = verify_by_sums(process)
     checked = outcome.checked
     if formats.info(files.format).packs and request.rank is None and not outcome.failures:
         # Such a folder has no list of its files: they tell together whether one of them is missing.
-        memory.reserve_for_reading(request, strategies, f"verifying {request.source}", files.format)
-        given = (strategies or Strategies.read(request)).source
-        opened = agreed(lambda: open_source(request.shard_files(), given), comm)
+        process.reserve_for_reading(f"verifying {request.source}", files.format)
+        given = process.read_strategies().source
+        opened = agreed(lambda: open_source(request.shard_files(), given), process.comm)
         warnings = dict.fromkeys((*outcome.other_warnings, *opened.files.warnings))
         outcome = outcome._replace(other_warnings=tuple(warnings))
     unheld = _note_on_unheld_sums(files, checked) if request.rank is None else ()
@@ -277,13 +272,12 @@ def verify_alone(
     return outcome._replace(notes=(*outcome.notes, *unheld))
 
 
-def verify_by_sums(
-    request: Request, comm: Comm, memory: RunMemory, progress: Progress
-) -> tuple[shard_files.ShardFiles, Outcome]:
+def verify_by_sums(process: RunProcess) -> tuple[shard_files.ShardFiles, Outcome]:
     """Verify shards against the sums that are kept of them, if any are; return the files and the outcome.
 
     Args and errors as for `verify_alone`, but that no sums are no error.
     """
+    request, comm, memory, progress, _ = process
     progress.begin(ProgressStage("planning"))
     files, governor = agreed(lambda: (request.shard_files(), memory.governor()), comm)
     require_same_choice(comm, files)
@@ -305,7 +299,7 @@ def verify_by_sums(
         return Outcome((), tuple(Failure.here(rank, comm, error) for error in errors), checked=(checked,))
 
     weights = dict.fromkeys(ranks, 1)
-    outcome = _with_notes(_each(files, weights, comm, progress, check), governor, files)
+    outcome = _with_notes(_each(files, weights, process, check), governor, files)
     all_checked = request.rank is None
 
     def joined() -> Outcome:
@@ -321,8 +315,7 @@ def verify_by_sums(
 def _each(
     files: shard_files.ShardFiles,
     weights: Mapping[int, int],
-    comm: Comm,
-    progress: Progress,
+    process: RunProcess,
     check: Callable[[int, int], Outcome],
     notes: tuple[str, ...] = (),
 ) -> Outcome:
@@ -333,7 +326,7 @@ def _each(
         check: takes a rank and the size of its files.
         notes: what this process has to say besides.
     """
-    outcomes: list[Outcome] = []
+    comm, progress, outcomes = process.comm, process.progress, list[Outcome]()
     sizes = {rank: _size_bytes(files, rank) for rank in assign(weights, range(comm.size))[comm.rank]}
     size_bytes = sum(comm.allgather(sum(sizes.values())))
     progress.begin(ProgressStage("verifying", size_bytes, len(weights), "shard"), sum(sizes.values()))

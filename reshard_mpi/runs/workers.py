@@ -29,7 +29,7 @@ from reshard_mpi.processes.leases import give_back_start, register_worker
 from reshard_mpi.processes.signals import exit_when_terminated
 from reshard_mpi.runs.monitor import monitored
 from reshard_mpi.runs.outcome import Failure, Outcome, TargetReport
-from reshard_mpi.runs.process_memory import RunMemory
+from reshard_mpi.runs.process_memory import RunMemory, RunProcess
 from reshard_mpi.runs.progress import Progress
 from reshard_mpi.runs.request import Request, Strategies, Task, list_object_stores
 from reshard_mpi.runs.worker_pipes import (
@@ -87,8 +87,9 @@ def run_with_workers(
     """
     if not _may_fork():
         return _run_elsewhere(request, jobs, progress, task)
-    with RunMemory(lambda: request.allowance, SerialComm(), progress) as memory:
-        memory.reserve_for_reading(request, None, f"reading the strategies of {request.source}")
+    with RunProcess.begun(request, SerialComm(), progress) as parent:
+        memory = parent.memory
+        parent.reserve_for_reading(f"reading the strategies of {request.source}")
         # Workers that are forked know what this has listed.
         list_object_stores(request, is_target_read=task is not Task.CONVERT)
         strategies = _read(request)

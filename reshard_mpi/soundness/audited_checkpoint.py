@@ -16,10 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard_mpi.checkpoints.compare_replicas import comparing_bytes
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.shard_files import ShardFiles
-from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.open_files import Files
 from reshard_mpi.errors import ChecksumError, DamageError, ReshardError, ShardError, told
@@ -31,17 +29,14 @@ from reshard_mpi.mapping.tensor_kinds import TensorKind, kin_of, kind_of
 from reshard_mpi.planning.gradient_joining import gradient_texts, notes_on
 from reshard_mpi.planning.rank_choice import Accumulated
 from reshard_mpi.planning.rank_plan import RankPlan, TensorPlan, meeting
-from reshard_mpi.planning.source_flaws import difference_messages
-from reshard_mpi.planning.strategy_check import drift_warning
 from reshard_mpi.planning.target_tensors import Policy
-from reshard_mpi.processes.comm import Comm
 from reshard_mpi.quantization.layouts import FLOATS_8_BIT
 from reshard_mpi.quantization.weights import QuantizedWeight
+from reshard_mpi.runs.diff import PlannedWhole
 from reshard_mpi.runs.outcome import Outcome
 from reshard_mpi.runs.planner import LIMITS, Planner
-from reshard_mpi.runs.process_memory import RunMemory, Workload
-from reshard_mpi.runs.progress import Progress, ProgressStage
-from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.process_memory import RunProcess
+from reshard_mpi.runs.progress import ProgressStage
 from reshard_mpi.runs.scheduling import assign
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.placement import unravel
@@ -134,9 +129,7 @@ def broken(error: ReshardError, name: str = "", rank: int | None = None) -> Find
     return Finding(kind, name, rank, error.where, told(error))
 
 
-def open_audited(
-    request: Request, files: ShardFiles, comm: Comm, memory: RunMemory, strategies: Strategies | None
-) -> AuditedCheckpoint:
+def open_audited(process: RunProcess, files: ShardFiles) -> AuditedCheckpoint:
     """Open the source of a request, with memory enough to read it.
 
     Args:
@@ -144,23 +137,16 @@ def open_audited(
 
     Raises a ReshardError if it cannot be planned.
     """
+    request, memory = process.request, process.memory
     governor, purpose = memory.governor(), f"auditing {request.source}"
-    memory.reserve_for_reading(request, strategies, purpose, files.format)
-    read = strategies or Strategies.read(request)
-    source = open_source(files, read.source)
+    process.reserve_for_reading(purpose, files.format)
+    source = open_source(files, process.read_strategies().source)
     files = source.files  # with what has been noticed while they were opened
     # Partial sums of a step that is not finished differ, and are judged by their mean.
     policy = Policy(replicas=request.replicas, accumulated=Accumulated.MEAN, allows_holes=True)
     planner = Planner(source, unsharded(), policy)
     memory.free_with(planner.forget)
-    memory.reserve_for_planning(Workload(planner, files.format, also_read=source), purpose)
-    findings = planner.sample_findings(process=comm.rank, processes=comm.size)
-    warnings = [drift_warning(findings.drifted)] if findings.drifted else []
-    plan = planner.plan(0, checked=False)
-    planner.require_none_left_behind(plan, ShardShare(comm.rank, comm.size))
-    differing = planner.with_values_compared(plan).differing if comm.rank == 0 else ()
-    found = difference_messages((*findings.unlisted, *differing), files.path)
-    peak_bytes = memory.possible_peak_bytes(plan) + (comparing_bytes(LIMITS) if plan.to_compare else 0)
+    plan, peak_bytes, notes_on_ranks, warnings, drift = PlannedWhole.of(planner, source, process, purpose)
     peak_bytes += _USED_NUMPY_BYTES + _BUFFER_BYTES + _CONTENT_BYTES * len(plan.tensors)
     while not memory.reserve_peak(peak_bytes, purpose):
         plan = planner.plan(0, checked=False)
@@ -168,19 +154,18 @@ def open_audited(
     of_plan = (note for note in plan.notes if note not in of_targets)
     notes = (*gradient_texts(policy.accumulated, plan.gradients), *of_plan)
     outcome = Outcome(
-        notes=tuple(dict.fromkeys((*notes, *found.notes, *files.notes, *governor.notes))),
+        notes=tuple(dict.fromkeys((*notes, *notes_on_ranks, *files.notes, *governor.notes))),
         modified=files.modified,
-        other_warnings=(*warnings, *found.warnings, *files.warnings, *plan.warnings, *plan.left_out),
+        other_warnings=(*drift, *warnings, *files.warnings, *plan.warnings, *plan.left_out),
     )
     names = plan.tensors.specs.names
     numbers = {name: number for number, name in enumerate(names) if name not in plan.holes}
     return AuditedCheckpoint(source, planner, plan, numbers, outcome)
 
 
-def read_contents(
-    opened: AuditedCheckpoint, comm: Comm, progress: Progress
-) -> tuple[list[TensorContent], list[Finding]]:
+def read_contents(opened: AuditedCheckpoint, process: RunProcess) -> tuple[list[TensorContent], list[Finding]]:
     """Read this process's share of the tensors; return descriptions of their values, and findings on the others."""
+    comm, progress = process.comm, process.progress
     tensors, specs = opened.plan.tensors, opened.plan.tensors.specs
     sizes = {number: specs[number].size_bytes for number in opened.numbers.values()}
     mine = sorted(assign(sizes, range(comm.size))[comm.rank])

@@ -39,9 +39,9 @@ from reshard_mpi.runs.diff import compare_copies
 from reshard_mpi.runs.maps_and_packing import planner_with_maps
 from reshard_mpi.runs.outcome import Checked, Outcome, agreed, together
 from reshard_mpi.runs.planner import LIMITS
-from reshard_mpi.runs.process_memory import RunMemory
-from reshard_mpi.runs.progress import Progress, ProgressStage
-from reshard_mpi.runs.request import Request, Strategies
+from reshard_mpi.runs.process_memory import RunProcess
+from reshard_mpi.runs.progress import ProgressStage
+from reshard_mpi.runs.request import Request
 from reshard_mpi.runs.verify_command import verify_by_sums
 from reshard_mpi.soundness.audited_checkpoint import (
     AuditedCheckpoint,
@@ -70,18 +70,18 @@ _BROKEN = (*_OF_FILES, SourceError)
 _STRUCTURE, _SUMS, _VALUES, _STATE = "structure", "sums", "values", "training state"
 
 
-def audit(
-    request: Request, comm: Comm, memory: RunMemory, progress: Progress, strategies: Strategies | None
-) -> Outcome:
-    """Audit the checkpoint `request.source`; the findings are in the outcome, worst first.
+def audit(process: RunProcess) -> Outcome:
+    """Audit the source of the request; the findings are in the outcome, worst first.
 
     Raises a ReshardError, the same on all processes, if there is no checkpoint, or options do not fit it.
     """
+    request, comm, _, progress, _ = process
     progress.begin(ProgressStage("planning"))
     config = agreed(lambda: _config(request), comm)
     # The configuration of the model without quantization does not say how the checkpoint is quantized.
     named = str(config.path) if config is not None and config.is_asked_for and config.is_quantized else None
     request = request._replace(config=named)
+    process = process._replace(request=request)
     # It finds the definition of the model while the checkpoint is read.
     with nullcontext() if config is None or comm.rank else closing(ModelProcess(config)) as model:
         try:
@@ -89,19 +89,19 @@ def audit(
         except _OF_FILES as error:
             return _unopened(error, request, comm)
         require_same_choice(comm, files)
-        like = agreed(lambda: _like(request, comm, memory), comm)
-        previous = _previous(request, comm, memory, progress)
+        like = agreed(lambda: _like(process), comm)
+        previous = _previous(process)
         try:
-            opened = agreed(lambda: open_audited(request, files, comm, memory, strategies), comm)
+            opened = agreed(lambda: open_audited(process, files), comm)
         except _BROKEN as error:
             return _unopened(error, request, comm)
-        of_copies = _of_copies(opened, comm, progress)
+        of_copies = _of_copies(opened, process)
         unchecked = None if config is None else agreed(lambda: config.unchecked(opened.source.quantization), comm)
         shapes = agreed(lambda: _in_names_of_the_model(request, config, opened), comm)
         agreed(lambda: _require_same_weights(opened, previous, request), comm)
         if comm.rank == 0:
             progress.display.reading(opened.source.summary_text)
-        read = _Read.of(opened, request, comm, memory, progress)
+        read = _Read.of(opened, process)
 
         def judged() -> Outcome:
             if comm.rank:
@@ -191,17 +191,17 @@ def _in_names_of_the_model(request: Request, config: ModelConfig | None, opened:
     return _ShapesByName.of(shapes, mapped.planned_source.quantization)
 
 
-def _opened_other(path: str, request: Request, comm: Comm, memory: RunMemory) -> AuditedCheckpoint:
+def _opened_other(path: str, process: RunProcess) -> AuditedCheckpoint:
     """Open another checkpoint, which is cut as the audited one is, or says itself how."""
-    other = Request(path, path, request.src_strategy, replicas=request.replicas)
-    return open_audited(other, find_shards(path, role="other"), comm, memory, None)
+    other = Request(path, path, process.request.src_strategy, replicas=process.request.replicas)
+    return open_audited(process._replace(request=other, strategies=None), find_shards(path, role="other"))
 
 
-def _like(request: Request, comm: Comm, memory: RunMemory) -> _ShapesByName | None:
+def _like(process: RunProcess) -> _ShapesByName | None:
     """Return the tensors of the other checkpoint that this one is to be like, if one is named."""
-    if request.like is None:
+    if process.request.like is None:
         return None
-    opened = _opened_other(request.like, request, comm, memory)
+    opened = _opened_other(process.request.like, process)
     return _ShapesByName.of(opened.shapes, opened.source.quantization)
 
 
@@ -216,13 +216,13 @@ class _Previous(NamedTuple):
         return changed_norms(contents, self.contents, opened.place, {**self.roles, **opened.roles})
 
 
-def _previous(request: Request, comm: Comm, memory: RunMemory, progress: Progress) -> _Previous | None:
+def _previous(process: RunProcess) -> _Previous | None:
     """Return descriptions of the values of the previous checkpoint, if one is named."""
-    before = request.before
+    before = process.request.before
     if before is None:
         return None
-    opened = agreed(lambda: _opened_other(before, request, comm, memory), comm)
-    contents = {content.name: content for content in _all_contents(opened, comm, progress)[0]}
+    opened = agreed(lambda: _opened_other(before, process), process.comm)
+    contents = {content.name: content for content in _all_contents(opened, process)[0]}
     return _Previous(contents, _ShapesByName.of(opened.shapes, opened.source.quantization).logical, opened.roles)
 
 
@@ -259,16 +259,14 @@ class _Read(NamedTuple):
     unlike_commit: Sequence[Finding]
 
     @classmethod
-    def of(
-        cls, opened: AuditedCheckpoint, request: Request, comm: Comm, memory: RunMemory, progress: Progress
-    ) -> _Read:
+    def of(cls, opened: AuditedCheckpoint, process: RunProcess) -> _Read:
         """Read all files and values of a checkpoint whose copies have been compared. Every process must call this."""
-        summed_files, summed = verify_by_sums(request, comm, memory, progress)
-        contents, unreadable = _all_contents(opened, comm, progress)
-        state = agreed(lambda: StateOfParameters.of(opened), comm)
-        unlike_weights = _unlike_weights(opened, state, comm, progress)
-        commit = agreed(lambda: commit_of(opened.source.files), comm)
-        changed = _of_commit(contents, commit, opened, comm, progress)
+        summed_files, summed = verify_by_sums(process)
+        contents, unreadable = _all_contents(opened, process)
+        state = agreed(lambda: StateOfParameters.of(opened), process.comm)
+        unlike_weights = _unlike_weights(opened, state, process)
+        commit = agreed(lambda: commit_of(opened.source.files), process.comm)
+        changed = _of_commit(contents, commit, opened, process)
         return cls(summed, summed_files, contents, unreadable, state, unlike_weights, commit, changed)
 
     def judged(
@@ -294,11 +292,9 @@ class _Read(NamedTuple):
         ]
 
 
-def _all_contents(
-    opened: AuditedCheckpoint, comm: Comm, progress: Progress
-) -> tuple[list[TensorContent], list[Finding]]:
+def _all_contents(opened: AuditedCheckpoint, process: RunProcess) -> tuple[list[TensorContent], list[Finding]]:
     """Read all tensors, each process its share; return descriptions of their values, and findings on the others."""
-    shares = together(comm, lambda: read_contents(opened, comm, progress))
+    shares = together(process.comm, lambda: read_contents(opened, process))
     of_all = (content for own, _ in shares for content in own)
     contents = sorted(of_all, key=lambda content: opened.numbers[content.name])
     return contents, [finding for _, findings in shares for finding in findings]
@@ -310,13 +306,12 @@ def _unopened(error: ReshardError, request: Request, comm: Comm) -> Outcome:
     return Outcome(processes=comm.size, findings=(broken(error),), checked=(checked,))
 
 
-def _unlike_weights(
-    opened: AuditedCheckpoint, state: StateOfParameters, comm: Comm, progress: Progress
-) -> list[Finding]:
+def _unlike_weights(opened: AuditedCheckpoint, state: StateOfParameters, process: RunProcess) -> list[Finding]:
     """Return the copies in float32 that are not the weights; each process compares its share."""
     pairs = state.copies(opened)
     if not pairs:
         return []
+    comm, progress = process.comm, process.progress
     mine = pairs[comm.rank :: comm.size]
     all_bytes, own_bytes = (sum(opened.tensor(copy).spec.size_bytes for _, copy in some) for some in (pairs, mine))
     progress.begin(ProgressStage("comparing weights with their copies", all_bytes), own_bytes)
@@ -344,14 +339,14 @@ def _of_sums(summed: Outcome, files: ShardFiles, opened: AuditedCheckpoint) -> I
 
 
 def _of_commit(
-    contents: Iterable[TensorContent], commit: CommittedSums, opened: AuditedCheckpoint, comm: Comm, progress: Progress
+    contents: Iterable[TensorContent], commit: CommittedSums, opened: AuditedCheckpoint, process: RunProcess
 ) -> list[Finding]:
     """Return the tensors that are not what was committed, or were committed and are not there.
 
     Of a format that packs, the parts of tensors in its files are summed, each process its share, if they have no
     records.
     """
-    path = opened.source.files.path
+    path, comm = opened.source.files.path, process.comm
     if commit.packs:
         is_held = agreed(lambda: is_to_be_held(commit, opened.source.files), comm)
         try:
@@ -359,7 +354,7 @@ def _of_commit(
         except ShardError as error:
             return [broken(error)._replace(kind=FindingKind.SUM)]
         mine = tensors[comm.rank :: comm.size]
-        changed = together(comm, lambda: [*changed_since_commit(commit, mine, path, LIMITS, progress.moved)])
+        changed = together(comm, lambda: [*changed_since_commit(commit, mine, path, LIMITS, process.progress.moved)])
         return [broken(error, name)._replace(kind=FindingKind.SUM) for own in changed for name, error in own]
     found = [
         Finding(FindingKind.SUM, name, None, path, f"was committed, as {COMMIT_RECORD} says, and is not there")
@@ -373,10 +368,10 @@ def _of_commit(
     return found
 
 
-def _of_copies(opened: AuditedCheckpoint, comm: Comm, progress: Progress) -> list[Finding]:
+def _of_copies(opened: AuditedCheckpoint, process: RunProcess) -> list[Finding]:
     """Compare what several ranks or files hold, and must be the same; return the first difference, and lost shards."""
     try:
-        lost = compare_copies([(opened.source, opened.plan)], comm, progress)
+        lost = compare_copies([(opened.source, opened.plan)], process)
     except _OF_FILES as error:
         return [broken(error)]
     return [

@@ -329,10 +329,11 @@ scheduling.CUT_BYTES = 16
 make = target_plans.TargetPlans.make
 src, other, done = map(Path, {paths!r})
 
-def make_late(request, comm, *arguments, **options):
+def make_late(process, *arguments, **options):
+    comm = process.comm
     while comm.rank == 0 and comm.size > 1 and not done.exists():
         time.sleep(0.01)
-    plans = make(request, comm, *arguments, **options)
+    plans = make(process, *arguments, **options)
     if comm.rank == 1:
         for path in other.rglob("*.ckpt"):
             path.replace(src / path.relative_to(other))
