@@ -148,8 +148,11 @@ class PlannedWhole(NamedTuple):
         planner.require_none_left_behind(plan, ShardShare(comm.rank, comm.size))
         of_ranks = findings.unlisted
         if comm.rank == 0:
-            own = planner if planner.mapped is None else planner.mapped.original
-            of_ranks += own.with_values_compared(own.plan(0, checked=False)).differing
+            own, own_plan = planner, plan
+            if planner.mapped is not None:
+                own = planner.mapped.original
+                own_plan = own.plan(0, checked=False)
+            of_ranks += own.with_values_compared(own_plan).differing
         peak_bytes = memory.possible_peak_bytes(plan) + (comparing_bytes(LIMITS) if plan.to_compare else 0)
         drift = (drift_warning(findings.drifted),) if findings.drifted else ()
         found = difference_messages(of_ranks, path)
