@@ -34,10 +34,7 @@ _MAY_LACK_FILES = "nothing in it tells whether its last files are missing: tenso
 
 
 def inspect(
-    path: str | os.PathLike[str],
-    names: str | Iterable[str] | None = None,
-    *,
-    rank: int | Iterable[int] | None = None,
+    path: str | os.PathLike[str], names: str | Iterable[str] | None = None, *, rank: int | Iterable[int] | None = None
 ) -> dict[str, Any]:
     """Return a description of what lies at `path`, as plain values.
 

@@ -65,12 +65,7 @@ def is_comparable(first: DType, second: DType) -> bool:
 
 
 def distance_of(
-    files: Files,
-    first: TensorPlan,
-    second: TensorPlan,
-    limits: Limits,
-    tolerance: Tolerance,
-    on_bytes: OnBytes,
+    files: Files, first: TensorPlan, second: TensorPlan, limits: Limits, tolerance: Tolerance, on_bytes: OnBytes
 ) -> ValueDistance:
     """Return how far two tensors of the same box are apart. They are read once, block by block.
 

@@ -226,11 +226,7 @@ def opened_to_commit(path: Path) -> Iterator[_LockedFolder]:
         prefix = listed_anew(path)
         yield _LockedFolder(prefix, prefix.inner(STATE), -1)
         return
-    with (
-        Folder.open(path) as folder,
-        folder.inner(STATE) as state,
-        closing(open_lock(state, COMMIT_LOCK)) as lock,
-    ):
+    with Folder.open(path) as folder, folder.inner(STATE) as state, closing(open_lock(state, COMMIT_LOCK)) as lock:
         yield _LockedFolder(folder, state, lock)
 
 

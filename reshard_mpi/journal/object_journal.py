@@ -36,14 +36,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.file_ownership import remove_earlier_run, require_own_target
 from reshard_mpi.journal.provenance import SourceStates, TargetInputs
 from reshard_mpi.journal.publication import Publication
-from reshard_mpi.journal.record_files import (
-    COMMIT_RECORD,
-    STATE,
-    read_json,
-    record_path,
-    run_path,
-    upload_path,
-)
+from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, read_json, record_path, run_path, upload_path
 from reshard_mpi.journal.run_records import RunIdentity
 from reshard_mpi.journal.staged_parts import Begin, StagedParts
 from reshard_mpi.journal.target_folders import uncommit

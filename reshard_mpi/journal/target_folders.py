@@ -159,19 +159,12 @@ class Unrecorded:
 
     @contextlib.contextmanager
     def writing(
-        self,
-        target_rank: int,
-        path: Path,
-        inputs: TargetInputs,
-        say: Say = lambda _: None,
+        self, target_rank: int, path: Path, inputs: TargetInputs, say: Say = lambda _: None
     ) -> Iterator[Publication]:
         """Yield the file to write and publish; if it is not published, it is removed."""
         make_folders(self._folder)
         self._withdraw_record(target_rank, path)
-        with (
-            Folder.open(self._folder) as folder,
-            target_folder(folder, path) as inner,
-        ):
+        with Folder.open(self._folder) as folder, target_folder(folder, path) as inner:
             host = host_name(os.environ)
             remove_dead_partials(inner, path.name, host)
             require_unchanged = inputs.require_sources_unchanged

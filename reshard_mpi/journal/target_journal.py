@@ -56,12 +56,7 @@ from reshard_mpi.journal.file_ownership import (
     require_own_target,
 )
 from reshard_mpi.journal.provenance import TargetInputs
-from reshard_mpi.journal.publication import (
-    Publication,
-    partial_path,
-    publish_text,
-    remove_dead_partials,
-)
+from reshard_mpi.journal.publication import Publication, partial_path, publish_text, remove_dead_partials
 from reshard_mpi.journal.record_files import (
     COMMIT_RECORD,
     STATE,

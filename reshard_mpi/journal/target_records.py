@@ -22,13 +22,7 @@ from reshard_mpi.filesystem.source_files import FileVersion, SourceFile, open_fi
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.groups import grouped
 from reshard_mpi.journal import record_files
-from reshard_mpi.journal.provenance import (
-    MAX_NS,
-    SourceStates,
-    TargetInputs,
-    require_one_state,
-    require_same_sources,
-)
+from reshard_mpi.journal.provenance import MAX_NS, SourceStates, TargetInputs, require_one_state, require_same_sources
 from reshard_mpi.journal.publication import publish_text
 from reshard_mpi.journal.record_files import (
     COMMIT_RECORD,

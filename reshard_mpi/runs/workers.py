@@ -68,11 +68,7 @@ class _Worker:
 
 
 def run_with_workers(
-    request: Request,
-    jobs: int | None,
-    progress: Progress,
-    task: Task = Task.CONVERT,
-    caller: Channel | None = None,
+    request: Request, jobs: int | None, progress: Progress, task: Task = Task.CONVERT, caller: Channel | None = None
 ) -> Outcome:
     """Do `task` in `jobs` local processes; return their common outcome.
 

@@ -89,8 +89,7 @@ class FormatConformance:
 
     @_inherited
     @given(
-        contents=example_contents.contents(),
-        flips=st.lists(st.tuples(st.integers(0), st.integers(0, 255)), max_size=2),
+        contents=example_contents.contents(), flips=st.lists(st.tuples(st.integers(0), st.integers(0, 255)), max_size=2)
     )
     def test_knowing_another_shard_makes_no_difference(
         self, contents: ShardContents, flips: list[tuple[int, int]]
