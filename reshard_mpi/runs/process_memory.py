@@ -404,7 +404,7 @@ class RunProcess(NamedTuple):
     comm: Comm  # all processes of the run, which do the same at the same time
     memory: RunMemory
     progress: Progress
-    strategies: Strategies | None = None  # those of the request, if they have been read already
+    strategies: Strategies | None = None  # of the request, if they have been read already
 
     @classmethod
     @contextmanager
