@@ -125,8 +125,8 @@ def left_behind_error(names: Iterable[str], only_there: dict[str, int], source: 
 
 
 # If a shard lacks a parameter, others may still hold it (see `_other_holders`). But strategies also list parameters
-# that are never saved, and to open a thousand shards to be sure of that would take minutes. Where as many shards as this
-# hold the same names, the others are taken to hold these too.
+# that are never saved, and to open a thousand shards to be sure of that would take minutes. Where as many shards as
+# this hold the same names, the others are taken to hold these too.
 _MAX_LOOKED_INTO = 64
 # Shards of each stage that are asked for a name that no opened shard holds.
 _MAX_ASKED = 16
