@@ -175,7 +175,7 @@ class ShardOpener:
         self.policy = policy
         self._never_saved: dict[tuple[int, ...], set[str]] = {}
         self._asked_targets: set[int] = set()
-        self._others_have: set[str] = set()
+        self._others_have: set[str] | None = set()  # None: a target cannot be opened, so what it has is not known
         self._names_of: dict[int, frozenset[str]] = {}  # the tensors of targets that write what no strategy lists
 
     def open(self, target_rank: int) -> TargetTensors:
@@ -206,6 +206,8 @@ class ShardOpener:
             is_left_out = self.policy.unlisted is Unlisted.DROP and is_dropped(self.target, name, taken)
             return is_asked(name) and not is_left_out
 
+        if self._others_have is None:
+            return
         only_there = left_behind(self.source, taken, share, is_wanted)
         lost = only_there.keys() - self._others_have
         for other in self._nearest_targets(target_rank) if lost else ():
@@ -213,8 +215,9 @@ class ShardOpener:
                 self._asked_targets.add(other)
                 try:
                     self._others_have.update(self.open(other).names)
-                except ReshardError:
-                    return  # it is said of that target, and nothing is committed without it
+                except ReshardError:  # it is said of that target, and nothing is committed without it
+                    self._others_have = None
+                    return
                 lost -= self._others_have
                 if not lost:
                     break

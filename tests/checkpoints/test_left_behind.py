@@ -205,6 +205,23 @@ def test_one_that_a_rank_behind_many_others_alone_has(tmp_path: Path) -> None:
     assert names_in(tmp_path / "dst") == {"dense", "x"}
 
 
+def test_targets_that_need_no_lost_shard_are_made_together(tmp_path: Path) -> None:
+    """Target 1 alone needs it, so that it cannot be asked what it has."""
+    held = {0: ["a", "b"], 2: ["d", "g"], 3: ["e", "f"]}
+    values = np.ones((2, 2), np.float32)
+    write_ranks({rank: dict.fromkeys(names, values) for rank, names in held.items()}, tmp_path / "src", "safetensors")
+
+    def stages(name: str, of_rule: dict[str, int], count: int) -> Path:
+        rules = "".join(f'[[parameter]]\nmatch = "{rule}"\nstage = {stage}\n' for rule, stage in of_rule.items())
+        (tmp_path / name).write_text(f"mesh = {{ dp = 1 }}\nstages = {count}\n{rules}")
+        return tmp_path / name
+
+    source = stages("src.toml", {"a": 0, "b": 0, "c.*": 1, "d": 2, "g": 2, "e": 3, "f": 3}, 4)
+    target = stages("dst.toml", {"a": 0, "b": 1, "c.*": 1, "d": 2, "g": 2, "e": 2, "f": 1}, 3)
+    report = reshard_mpi.transform(tmp_path / "src", tmp_path / "dst", source, target, rank=[0, 2], jobs=1)
+    assert [shard.rank for shard in report.targets] == [0, 2]
+
+
 holders = st.sets(st.integers(0, RANKS - 1), min_size=1)
 
 
