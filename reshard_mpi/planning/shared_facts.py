@@ -194,9 +194,12 @@ def unlisted_beginnings(plan: RankPlan) -> Iterator[TensorPlan]:
         name = groups[number].names[place]
         if name in plan.unlisted and name not in MOMENTS and groups[number].kind.size_bytes:
             tensor = groups[number].tensor(place)
-            spec, item = tensor.spec, tensor.reads[0]
-            if spec.box != Box.whole(spec.global_shape) or isinstance(item.source.source, Constant):
-                continue  # the target cuts it, so all of its copies are compared; or it is of no rank
+            spec = tensor.spec
+            if not tensor.reads or spec.box != Box.whole(spec.global_shape):
+                continue  # a gradient whose sum is not known, which is told; or the target cuts it: all are compared
+            (item, *_) = tensor.reads
+            if isinstance(item.source.source, Constant):
+                continue  # it is of no rank
             start = next(spec.box.blocks(_SMALL_BYTES // spec.dtype.itemsize_bytes))
             yield TensorPlan(
                 TensorSpec(spec.name, spec.dtype, spec.global_shape, start), (item._replace(region=start),)

@@ -497,3 +497,13 @@ def test_mpi_ranks_share_the_work(tmp_path: Path, mpi: MPI) -> None:
     finished = run_apart("audit", folder, mpi=mpi)
     assert finished.code == WRONG
     assert f"error: infinite '{EXPERT}': 1 of 48 values is infinite, the first bad one at [2, 2]" in finished.out
+
+
+def test_accumulated_gradients_that_no_strategy_lists(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).random((3, 4, 4), np.float32)
+    tensors = dict(zip(("a", "accu_grads.a", "b"), values))
+    write_ranks(dict.fromkeys(range(2), tensors), tmp_path / "src", "safetensors")
+    (tmp_path / "one.toml").write_text('mesh = { dp = 2 }\n[[parameter]]\nmatch = "b"\n')
+    finished = run_here("audit", tmp_path / "src", "--src-strategy", tmp_path / "one.toml")
+    assert finished.code == 4 and ": 1 error, 0 notes" in finished.out, finished
+    assert "the source strategy does not place 'accu_grads.a'" in finished.out
