@@ -91,18 +91,19 @@ def left_behind(
 
 
 def left_behind_error(names: Iterable[str], only_there: dict[str, int], source: SourceCheckpoint) -> StrategyError:
-    """Return the error for tensors that no target would get."""
-    lost = list(names)
+    """Return the error for tensors that no target would get. It is about listed ones, if there are any."""
+    all_lost = list(names)
+    lost = [name for name in all_lost if name in source.strategy.parameters] or all_lost
     more = f", and {len(lost) - _MAX_NAMED} more" if len(lost) > _MAX_NAMED else ""
     shown = ", ".join(f"{name!r} of rank {only_there[name]}" for name in islice(lost, _MAX_NAMED)) + more
-    listed = next((name for name in lost if name in source.strategy.parameters), None)
-    if listed is not None:
-        placements, rank = source.strategy.find(listed), only_there[listed]
+    first = lost[0]
+    if first in source.strategy.parameters:
+        placements, rank = source.strategy.find(first), only_there[first]
         stages = sorted({stage for placement in placements for stage in placement.stages})
         if source.strategy.of_rank(placements, rank) is None:
             return StrategyError(
                 "the source strategy lists a tensor for another stage than that of the ranks which hold it",
-                expected=f"{listed!r} in shards of stage {', '.join(map(str, stages))}",
+                expected=f"{first!r} in shards of stage {', '.join(map(str, stages))}",
                 got=f"{shown}: stage {source.strategy.stage_of(rank)}",
                 where=source.location_text,
                 remedy="give the strategy that the checkpoint was saved with, its stages in the order of the ranks",
@@ -202,12 +203,13 @@ class ShardOpener:
             is_asked: tells whether a tensor of the source is asked for at all.
         """
 
-        def is_wanted(name: str) -> bool:
-            is_left_out = self.policy.unlisted is Unlisted.DROP and is_dropped(self.target, name, taken)
-            return is_asked(name) and not is_left_out
-
         if self._others_have is None:
             return
+        drops = self.policy.unlisted is Unlisted.DROP
+
+        def is_wanted(name: str) -> bool:
+            return is_asked(name) and not (drops and is_dropped(self.target, name, taken))
+
         only_there = left_behind(self.source, taken, share, is_wanted)
         lost = only_there.keys() - self._others_have
         for other in self._nearest_targets(target_rank) if lost else ():
@@ -366,7 +368,8 @@ class ShardOpener:
         If there is none, and no damaged shard among them, it is noted that these `holders` never saved the names.
 
         Args:
-            opened: other shards of the holders.
+            opened: other shards of the holders. Where these and the first that are looked into hold the same names,
+                among them names that the source's strategy lists, no more than `_MAX_LOOKED_INTO` are looked into.
         """
         never_saved = self._never_saved.setdefault(holders, set())
         unseen = [name for name in names if name not in never_saved]

@@ -168,11 +168,8 @@ def require_one_run(files: Mapping[int, Sequence[str]], where: str) -> RunOfFile
                 _require_not_begun_anew(path, where)
                 if finder.only_announces(path, rank):
                     got = f"{path} of a run that was killed as it replaced them"
-                    expected, anew = (
-                        f"those that were committed with {COMMIT_RECORD}",
-                        "make the targets anew (--overwrite)",
-                    )
-                    raise _of_several_runs(expected, got, where, anew)
+                    expected = f"those that were committed with {COMMIT_RECORD}"
+                    raise _of_several_runs(expected, got, where, "make the targets anew (--overwrite)")
         return None
     for path in found:
         head = heads.get(path)

@@ -197,7 +197,7 @@ def unlisted_beginnings(plan: RankPlan) -> Iterator[TensorPlan]:
             spec = tensor.spec
             if not tensor.reads or spec.box != Box.whole(spec.global_shape):
                 continue  # a gradient whose sum is not known, which is told; or the target cuts it: all are compared
-            (item, *_) = tensor.reads
+            item = tensor.reads[0]
             if isinstance(item.source.source, Constant):
                 continue  # it is of no rank
             start = next(spec.box.blocks(_SMALL_BYTES // spec.dtype.itemsize_bytes))
