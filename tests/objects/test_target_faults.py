@@ -252,32 +252,36 @@ def test_an_upload_of_which_the_answer_was_lost(moto: Bucket, proxy: FaultProxy,
     assert_whole(moto, c)
 
 
-ANY = {
-    **PASSING,
-    **LASTING,
+_OPERATIONS = [Operation.LIST, Operation.LIST_UPLOADS, Operation.HEAD, Operation.GET, Operation.PUT]
+_OPERATIONS += [Operation.CREATE_UPLOAD, Operation.PUT_PART, Operation.COMPLETE, Operation.DELETE]
+# What an operation may have an answer of its own for; what is told from any answer alike is met by each in its turn.
+_OF_AN_OPERATION = {
+    "lost answer": Break.LOST_ANSWER,
     "error in 200": ERROR_IN_200,
     "no such upload": NO_SUCH_UPLOAD,
     "conflict": CONFLICT,
     "not implemented": NOT_IMPLEMENTED,
 }
-_OPERATIONS = [Operation.LIST, Operation.LIST_UPLOADS, Operation.HEAD, Operation.GET, Operation.PUT]
-_OPERATIONS += [Operation.CREATE_UPLOAD, Operation.PUT_PART, Operation.COMPLETE, Operation.DELETE]
-
-
+_OF_ANY = [{name: fault for name, fault in PASSING.items() if fault is not Break.LOST_ANSWER}, LASTING]
+_FAULTS = {**_OF_AN_OPERATION, **PASSING, **LASTING}
 # Requests that are let through first, and how many then fail: one of these for each fault of each operation in turn.
 _SKIPPED_AND_FAILING = ((0, 1), (2, 1), (0, None))
+_MET = [
+    (operation, name)
+    for turn, operation in enumerate(_OPERATIONS)
+    for name in [*_OF_AN_OPERATION, *([*alike][(turn + more) % len(alike)] for alike in _OF_ANY for more in (0, 2))]
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation", _OPERATIONS)
-@pytest.mark.parametrize("name", ANY)
+@pytest.mark.parametrize(("operation", "name"), _MET)
 def test_requests_that_fail_once_or_for_good(
     moto: Bucket, proxy: FaultProxy, c: Conversion, name: str, operation: Operation
 ) -> None:
     c.done("transform")
-    turn = [*ANY].index(name) + _OPERATIONS.index(operation)
+    turn = [*_FAULTS].index(name) + _OPERATIONS.index(operation)
     skip, count = _SKIPPED_AND_FAILING[turn % len(_SKIPPED_AND_FAILING)]
-    proxy.spoil(ANY[name], when=operation, skip=skip, count=count)
+    proxy.spoil(_FAULTS[name], when=operation, skip=skip, count=count)
     finished = sent(c, moto / "out")
     assert finished.code in (0, 3, 4) and finished.err.count("error:") == bool(finished.code), finished
     for target, content in objects(moto / "out").items():
