@@ -274,7 +274,7 @@ def main(rank, folder):
 
 
 if __name__ == "__main__":
-    torch.multiprocessing.spawn(main, (sys.argv[1],), nprocs=4)
+    torch.multiprocessing.start_processes(main, (sys.argv[1],), nprocs=4, start_method="fork")
 """
 
 
