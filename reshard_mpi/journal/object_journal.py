@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Self
 
 from reshard_mpi.engine.checksums import Span
+from reshard_mpi.engine.source_ranges import CopiedRun, PlannedPart
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem import object_folders, object_uploads
 from reshard_mpi.filesystem.folders import Say, close
 from reshard_mpi.filesystem.object_folders import ObjectFolder
-from reshard_mpi.filesystem.object_parts import CopiedRun, PlannedPart
 from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, state_of
 from reshard_mpi.filesystem.object_uploads import SentPart, Upload
 from reshard_mpi.filesystem.source_files import SourceFile, first_bytes, is_folder, is_taken

@@ -21,9 +21,9 @@ from typing import Any
 
 from reshard_mpi.engine.checksums import Span, crc_of_pieces
 from reshard_mpi.engine.open_files import sync_and_drop_cache
+from reshard_mpi.engine.source_ranges import MOST_PARTS, SENT_BYTES, CopiedRun, PlannedPart, plan_parts
 from reshard_mpi.errors import StoreError, StoreUnreachableError, TransformError
 from reshard_mpi.filesystem import object_folders
-from reshard_mpi.filesystem.object_parts import MOST_PARTS, SENT_BYTES, CopiedRun, PlannedPart, plan_parts
 from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, read_range
 from reshard_mpi.filesystem.object_uploads import FilePart, SentPart, Upload, wants_uniform_parts
 from reshard_mpi.filesystem.source_files import SourceFile

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import many
 
+from reshard_mpi.engine.source_ranges import CopiedRun, PlannedPart, plan_parts
 from reshard_mpi.errors import StoreUnreachableError, TransformError
-from reshard_mpi.filesystem.object_parts import CopiedRun, PlannedPart, plan_parts
 from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState
 from reshard_mpi.filesystem.object_uploads import FilePart, SentPart
 from reshard_mpi.filesystem.source_files import SourceFile

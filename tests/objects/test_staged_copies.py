@@ -33,8 +33,8 @@ from support.fault_proxy import (
 from support.object_servers import Bucket, allowed, forget, names, objects, upload, uploads
 from support.oracle import RawLayout
 
+from reshard_mpi.engine.source_ranges import CopiedRun, PlannedPart, plan_parts
 from reshard_mpi.filesystem import object_uploads
-from reshard_mpi.filesystem.object_parts import CopiedRun, PlannedPart, plan_parts
 from reshard_mpi.journal import staged_parts
 
 MIB = 1 << 20

@@ -17,7 +17,7 @@ from support.full_checkpoints import map_of
 from support.object_servers import Bucket, objects, upload, uploads
 from support.oracle import RawLayout
 
-from reshard_mpi.filesystem.object_parts import LEAST_PART_BYTES, plan_parts
+from reshard_mpi.engine.source_ranges import LEAST_PART_BYTES, plan_parts
 from reshard_mpi.journal import staged_parts
 
 # What a run is to be given for targets of each format, by a name for that.
