@@ -30,8 +30,7 @@ from reshard_mpi.engine.elements import (
     target_view,
 )
 from reshard_mpi.engine.open_files import Files, unreadable
-from reshard_mpi.engine.read import Stream
-from reshard_mpi.engine.tiles import with_space
+from reshard_mpi.engine.read import Stream, with_space
 from reshard_mpi.formats.dtypes import BY_NAME, DType, to_numpy
 from reshard_mpi.formats.locations import ByteRange, Constant, Converted, Dequantized, LibraryRead, Reduced
 from reshard_mpi.formats.tensor_table import TensorType

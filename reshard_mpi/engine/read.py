@@ -1,17 +1,22 @@
-"""Read one region into a buffer (`fill`): choose how, and read few runs; many are read by `engine/gather`."""
+"""Read one region into a buffer (`fill`): choose how, and read few runs; many are read by `engine/gather`.
+
+Short runs that follow one another in the source are read straight to their places (`Scatter`).
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import accumulate
 
 from reshard_mpi.engine.open_files import ByteRuns, Files
-from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead, StridedView
+from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead, Location, StridedView
 from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.rank_plan import Limits, ReadItem, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Runs, Strides
+from reshard_mpi.text import KIB, MIB
 
 
 class Stream:
@@ -125,6 +130,15 @@ def _halves(runs: Runs) -> tuple[Runs, Runs]:
     return runs._replace(repeats=first), second
 
 
+# Extra distance between rows of an array whose axes change places. Without it, the elements of a column would all fall
+# on a few lines of the processor's cache where rows are as long as a power of two.
+_SPACE_BYTES = 64
+# How much of the next tensor is read ahead at most and at least, and how many times what is needed that may be.
+_READ_AHEAD_BYTES = 32 * MIB
+_MIN_READ_AHEAD_BYTES = 128 * KIB
+_READ_AHEAD_OVER = 2
+# File systems that share blocks do so between multiples of this.
+_BLOCK_BYTES = 4096
 # Up to this number, runs are read one by one, straight to their places; more are gathered by numpy from a mapped
 # window.
 _FEW_RUNS = 32
@@ -159,6 +173,75 @@ def fill(files: Files, item: ReadItem, block: Box, buffer: memoryview, limits: L
     from reshard_mpi.engine.gather import gather_into
 
     gather_into(files, item, block, buffer, limits)
+
+
+# Blocks of a tensor, and tensors of one shape, have the same places for their runs, so the last few are kept.
+_KEPT_PLACES = 8
+
+
+class Scatter:
+    """Fills blocks of target tensors from items whose elements are in the same order in source and target."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._places: OrderedDict[tuple[int, int, Runs], list[memoryview]] = OrderedDict()
+
+    def fill(self, item: ReadItem, block: Box, buffer: memoryview) -> None:
+        """Read an item's source into its target region of `buffer`, which holds the elements of `block`, row-major.
+
+        The item must be one run in its source. Raises ShardError if the source cannot be read.
+        """
+        stored = item.source.stored
+        assert stored is not None
+        stream, itemsize = Stream(stored), item.source.dtype.itemsize_bytes
+        for runs in item.strides(block).runs():
+            offset = runs.source_offset * itemsize
+            length = runs.length * itemsize
+            part = stream.one_part(offset, runs.repeats * length)
+            places = self._places_of(runs, itemsize, buffer)
+            if part is not None:
+                self._files.read_scattered(part, places)
+                continue
+            for place in places:
+                self._files.read_all(stream.parts(offset, length), place)
+                offset += length
+
+    def _places_of(self, runs: Runs, itemsize: int, buffer: memoryview) -> list[memoryview]:
+        """Return the places of the runs in a buffer."""
+        key = (id(buffer.obj), itemsize, runs._replace(source_offset=0))
+        places = self._places.get(key)
+        if places is None:
+            starts = range(runs.target_offset, runs.target_offset + runs.repeats * runs.target_step, runs.target_step)
+            places = [buffer[start * itemsize : (start + runs.length) * itemsize] for start in starts]
+            self._places[key] = places
+            while len(self._places) > _KEPT_PLACES:
+                self._places.popitem(last=False)
+        return places
+
+
+def read_ahead(files: Files, tensor: TensorPlan, place: TensorEntry) -> None:
+    """Have the kernel read the beginning of a tensor's sources ahead, while the tensor before it is moved.
+
+    Sources whose blocks the target file may share are left out, since these are never read.
+    """
+    for item in tensor.reads:
+        entry, region = item.source.unconverted, item.region
+        source, itemsize = entry.source, entry.dtype.itemsize_bytes
+        if (
+            region.size * itemsize < _MIN_READ_AHEAD_BYTES
+            or not isinstance(source, ByteRanges)
+            or (item.source.is_as_stored and _is_aligned(source) and _is_aligned(place.source))
+        ):
+            continue
+        span = item.source_box.span_of(region)
+        if span <= _READ_AHEAD_OVER * region.size:
+            length_bytes = min(span * itemsize, _READ_AHEAD_BYTES // len(tensor.reads))
+            for part in Stream(source).parts(item.source_box.offset_of(region) * itemsize, length_bytes):
+                files.advise(part)
+
+
+def _is_aligned(content: Location) -> bool:
+    return isinstance(content, ByteRanges) and all(part.offset_bytes % _BLOCK_BYTES == 0 for part in content.ranges)
 
 
 def read_region(files: Files, item: ReadItem, region: Box, buffer: memoryview, limits: Limits) -> None:
@@ -217,3 +300,10 @@ def _parts(entry: TensorEntry, box: Box) -> Iterator[tuple[ByteRange, int]]:
             for part in stream.parts(source_offset * itemsize, runs.length * itemsize):
                 yield part, start
                 start += part.length_bytes
+
+
+def with_space(box: Box, itemsize: int) -> Box:
+    """Return a box with some space behind each row, unless rows are short."""
+    if not box.ndim or (box.stop[-1] - box.start[-1]) * itemsize < _SPACE_BYTES:
+        return box
+    return Box(box.start, (*box.stop[:-1], box.stop[-1] + max(1, _SPACE_BYTES // itemsize)))

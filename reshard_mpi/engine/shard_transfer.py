@@ -1,78 +1,40 @@
 """Fill the shard file whose space a format has reserved, as its plan says (`write_shard`).
 
-Copies of few or long runs are made by the kernel. Copies in which axes change places go tile by tile (`tiles`). Short
-runs that follow one another in the source are read straight to their places in a buffer (`Scatter`). All other items
-are read into a buffer region by region (`read.fill`), and small tensors are moved many at a time (`batches`).
+Copies of few or long runs are made by the kernel. Copies in which axes change places go tile by tile (`Tiles`). Short
+runs that follow one another in the source are read straight to their places in a buffer (`read.Scatter`). All other
+items are read into a buffer region by region (`read.fill`), and small tensors are moved many at a time (`batches`).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from reshard_mpi.engine.open_files import Files, OnBytes, Staging, Traffic
-from reshard_mpi.engine.read import Stream, byte_runs, element_blocks, fill, takes_numpy
-from reshard_mpi.formats.locations import ByteRanges, Location
+from reshard_mpi.engine.open_files import Files, OnBytes, Staging, Traffic, large_buffer
+from reshard_mpi.engine.read import (
+    Scatter,
+    Stream,
+    byte_runs,
+    element_blocks,
+    fill,
+    read_ahead,
+    takes_numpy,
+    with_space,
+)
 from reshard_mpi.formats.manifest import Manifest
-from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.planning.rank_plan import Limits, PlannedTensors, RankPlan, ReadItem, TensorPlan
+from reshard_mpi.planning.rank_plan import Limits, PlannedTensors, RankPlan, ReadItem, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.strides import Runs
+from reshard_mpi.sharding.strides import Strides, paired
 from reshard_mpi.text import KIB, MIB
 
 if TYPE_CHECKING:
     from reshard_mpi.engine.batches import Batches
-    from reshard_mpi.engine.tiles import Tiles
     from reshard_mpi.filesystem.read_ahead import ReadAhead
 
 T = TypeVar("T")
-
-# Blocks of a tensor, and tensors of one shape, have the same places for their runs, so the last few are kept.
-_KEPT_PLACES = 8
-
-
-class Scatter:
-    """Fills blocks of target tensors from items whose elements are in the same order in source and target."""
-
-    def __init__(self, files: Files) -> None:
-        self._files = files
-        self._places: OrderedDict[tuple[int, int, Runs], list[memoryview]] = OrderedDict()
-
-    def fill(self, item: ReadItem, block: Box, buffer: memoryview) -> None:
-        """Read an item's source into its target region of `buffer`, which holds the elements of `block`, row-major.
-
-        The item must be one run in its source. Raises ShardError if the source cannot be read.
-        """
-        stored = item.source.stored
-        assert stored is not None
-        stream, itemsize = Stream(stored), item.source.dtype.itemsize_bytes
-        for runs in item.strides(block).runs():
-            offset = runs.source_offset * itemsize
-            length = runs.length * itemsize
-            part = stream.one_part(offset, runs.repeats * length)
-            places = self._places_of(runs, itemsize, buffer)
-            if part is not None:
-                self._files.read_scattered(part, places)
-                continue
-            for place in places:
-                self._files.read_all(stream.parts(offset, length), place)
-                offset += length
-
-    def _places_of(self, runs: Runs, itemsize: int, buffer: memoryview) -> list[memoryview]:
-        """Return the places of the runs in a buffer."""
-        key = (id(buffer.obj), itemsize, runs._replace(source_offset=0))
-        places = self._places.get(key)
-        if places is None:
-            starts = range(runs.target_offset, runs.target_offset + runs.repeats * runs.target_step, runs.target_step)
-            places = [buffer[start * itemsize : (start + runs.length) * itemsize] for start in starts]
-            self._places[key] = places
-            while len(self._places) > _KEPT_PLACES:
-                self._places.popitem(last=False)
-        return places
-
 
 # Tensors up to this size are moved many at a time, unless they are so few that loading numpy takes longer.
 SMALL_BYTES = 64 * KIB
@@ -80,14 +42,10 @@ _FEW_COPIES = 500
 # Shorter runs take longer by system calls than through the buffer, unless there are just a few.
 _MIN_KERNEL_COPY_BYTES = 128 * KIB
 _FEW_RUNS = 4
-# File systems that share blocks do so between multiples of this.
-_BLOCK_BYTES = 4096
-# How much of the next tensor is read ahead at most and at least, and how many times what is needed that may be.
-_READ_AHEAD_BYTES = 32 * MIB
-_MIN_READ_AHEAD_BYTES = 128 * KIB
-_READ_AHEAD_OVER = 2
 # A run that is read to its place costs an entry in a vector; below this, numpy does it faster.
 _MIN_SCATTER_BYTES = 512
+# A tile begins and ends between pages of both files, as far as it can.
+_PAGE_BYTES = 4096
 # If runs of several sources alternate in the target, this much of the target is completed before more is begun.
 _INTERLEAVED_BYTES = 4 * MIB
 
@@ -171,17 +129,13 @@ def _write_each(
 
     Yields after each step.
     """
-    scatter = Scatter(files)
-    tiles: Tiles | None = None
+    scatter, tiles = Scatter(files), Tiles(files, limits)
     for part, following in pairwise(chain(parts, (None,))):
         assert part is not None
         if following is not None and following.span[0] == 0:
-            _read_ahead(files, following.tensor, target.tensors[following.tensor.spec.name])
+            read_ahead(files, following.tensor, target.tensors[following.tensor.spec.name])
         tensor, too_large = part.tensor, files.traffic.too_large
         if is_transposed(tensor, limits):
-            from reshard_mpi.engine.tiles import Tiles
-
-            tiles = tiles or Tiles(files, limits)
             tiles.write(tensor, part.place, part.span)
             _finish(files, part.place, part.span)
             yield
@@ -226,31 +180,6 @@ def _parts_within(tensors: Iterable[TensorPlan], target: Manifest, span: Span | 
         first, last = place.within(span)
         if first < last:
             yield _WrittenPart(tensor, place, (first, last))
-
-
-def _read_ahead(files: Files, tensor: TensorPlan, place: TensorEntry) -> None:
-    """Have the kernel read the beginning of a tensor's sources ahead, while the tensor before it is moved.
-
-    Sources whose blocks the target file may share are left out, since these are never read.
-    """
-    for item in tensor.reads:
-        entry, region = item.source.unconverted, item.region
-        source, itemsize = entry.source, entry.dtype.itemsize_bytes
-        if (
-            region.size * itemsize < _MIN_READ_AHEAD_BYTES
-            or not isinstance(source, ByteRanges)
-            or (item.source.is_as_stored and _is_aligned(source) and _is_aligned(place.source))
-        ):
-            continue
-        span = item.source_box.span_of(region)
-        if span <= _READ_AHEAD_OVER * region.size:
-            length_bytes = min(span * itemsize, _READ_AHEAD_BYTES // len(tensor.reads))
-            for part in Stream(source).parts(item.source_box.offset_of(region) * itemsize, length_bytes):
-                files.advise(part)
-
-
-def _is_aligned(content: Location) -> bool:
-    return isinstance(content, ByteRanges) and all(part.offset_bytes % _BLOCK_BYTES == 0 for part in content.ranges)
 
 
 def _read(files: Files, limits: Limits, item: ReadItem, block: Box, buffer: memoryview) -> None:
@@ -340,3 +269,89 @@ def _fill_blocks(
             files.final(target.offset_bytes, target.length_bytes)
             done += target.length_bytes
         yield
+
+
+class Tiles:
+    """Writes tensors in which axes change places. The memory in which tiles are put together is used again."""
+
+    def __init__(self, files: Files, limits: Limits) -> None:
+        self._files = files
+        self._limits = limits
+        self._buffer = memoryview(b"")
+
+    def write(self, tensor: TensorPlan, place: Stream, span: Span) -> None:
+        """Write the bytes `span` of a tensor to their place in the target. place: where all of its bytes go.
+
+        A tile is put together from all items that it meets, so that what is written is not cut where the sources are.
+        """
+        box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
+        sides = _sides(tensor, max(1, self._limits.tile_bytes // itemsize))
+        for block in element_blocks(self._files, box, span, itemsize, box.size):
+            for tile, parts in _tiles(block, sides, meeting(tensor.reads, block)):
+                spaced = with_space(tile, itemsize)
+                content = self._memory(spaced.size * itemsize)
+                for part in parts:
+                    fill(self._files, part, spaced, content, self._limits)
+                _write_tile(self._files, content, Strides.between(tile, spaced, tile, box), itemsize, place, span)
+
+    def _memory(self, length_bytes: int) -> memoryview:
+        if length_bytes > len(self._buffer):
+            self._buffer = memoryview(b"")  # given back before more is taken
+            self._buffer = large_buffer(length_bytes)
+        return self._buffer[:length_bytes]
+
+
+def _write_tile(files: Files, content: memoryview, strides: Strides, itemsize: int, place: Stream, span: Span) -> None:
+    """Write the part of a tile that lies in `span`. strides: of its elements in `content` and in the target tensor."""
+    for runs in strides.runs():
+        length, distance, step = (count * itemsize for count in (runs.length, runs.source_step, runs.target_step))
+        start, span_bytes = runs.target_offset * itemsize, (runs.repeats - 1) * step + length
+        part = place.one_part(start, span_bytes) if span[0] <= start and start + span_bytes <= span[1] else None
+        if part is not None:
+            first = runs.source_offset * itemsize
+            begins = range(first, first + runs.repeats * distance, distance)
+            files.write_each(part.path, part.offset_bytes, step, [content[begin : begin + length] for begin in begins])
+            continue
+        for number in range(runs.repeats):
+            source_start = (runs.source_offset + number * runs.source_step) * itemsize
+            target_start = (runs.target_offset + number * runs.target_step) * itemsize
+            first, last = max(span[0], target_start), min(span[1], target_start + runs.length * itemsize)
+            for part in place.parts(first, last - first):
+                offset = source_start + first - target_start
+                files.write(part, content[offset : offset + part.length_bytes])
+                first += part.length_bytes
+
+
+def _sides(tensor: TensorPlan, limit: int) -> list[int]:
+    """Return the lengths of a tile of at most `limit` elements, with long runs both in the sources and in the target.
+
+    If sources lie in different ways, the largest item in which axes change places decides.
+    """
+    box, turned = tensor.spec.box, [item for item in tensor.reads if item.strides(tensor.spec.box).is_transposed]
+    item = max(turned, key=lambda item: item.region.size)
+    pairs, steps = paired(item.region, item.target_region, item.order), item.source.steps
+    nearest = max(pairs) if steps is None else min(pairs, key=lambda pair: steps[pair[0]])
+    dims = [dim for dim in reversed(range(box.ndim)) if box.shape[dim] > 1]
+    across, along = nearest[1], dims[0]  # consecutive in the source, and in the target
+    page = _PAGE_BYTES // tensor.spec.dtype.itemsize_bytes
+    sides = [1] * box.ndim
+    for dim, most in ((along, math.isqrt(limit)), (across, limit), *((dim, limit) for dim in dims)):
+        room = most // (math.prod(sides) // sides[dim])
+        sides[dim] = max(1, min(box.shape[dim], room - room % page if room > page else room))
+    return sides
+
+
+def _tiles(box: Box, sides: list[int], reads: list[ReadItem]) -> Iterator[tuple[Box, list[ReadItem]]]:
+    """Yield tiles of a box, the first dimension's first, each with what `reads` have of it.
+
+    They are found by halves, so that few items are asked for each tile, however many there are.
+    """
+    for dim, (first, last, side) in enumerate(zip(box.start, box.stop, sides)):
+        count = -(-(last - first) // side)
+        if count > 1:
+            middle = first + count // 2 * side
+            for low, high in ((first, middle), (middle, last)):
+                half = box.within(dim, low, high)
+                yield from _tiles(half, sides, meeting(reads, half))
+            return
+    yield box, reads

@@ -18,10 +18,10 @@ from support.finals import Finals
 from support.float_oracle import TYPES, became
 from support.plans import planned_singly
 
-from reshard_mpi.engine import elements, shard_transfer, tiles
+from reshard_mpi.engine import elements, shard_transfer
 from reshard_mpi.engine import gather as engine_gather
 from reshard_mpi.engine import open_files as engine_files
-from reshard_mpi.engine import tiles as engine_tiles
+from reshard_mpi.engine import read as engine_read
 from reshard_mpi.engine.checksums import sum_shard
 from reshard_mpi.engine.first_difference import first_difference, first_difference_of_tensors
 from reshard_mpi.engine.open_files import ByteRuns, Files, Traffic
@@ -296,8 +296,8 @@ def test_every_path_moves_the_same_bytes(
         patch.setattr(engine_gather, "_MIN_RUN_APART_BYTES", run_bytes)
         patch.setattr(elements, "_BLOCK_ACROSS", block_across)
         patch.setattr(elements, "_BLOCK_ALONG", 2)
-        patch.setattr(engine_tiles, "_PAGE_BYTES", page_bytes)
-        patch.setattr(tiles, "_SPACE_BYTES", space_bytes)
+        patch.setattr(shard_transfer, "_PAGE_BYTES", page_bytes)
+        patch.setattr(engine_read, "_SPACE_BYTES", space_bytes)
         patch.setattr(engine_gather, "_MIN_RUN_BYTES", run_bytes)
         patch.setattr(engine_gather, "_CONVERTED_BYTES", converted_bytes)
         patch.setattr(engine_gather, "_JOINED_BYTES", converted_bytes)
