@@ -1,9 +1,9 @@
 """Hold the names and shapes of tensors against a model's definition (`Definition`, `ModelProcess`).
 
 The definition is another checkpoint, or that of transformers: in a process of its own, it lists the tensors with which
-it saves a model (`print_tensors`). Nothing but classes of transformers itself is used, and no code that a configuration names.
-The model has no memory for its values (torch's `meta` device). transformers 5 keeps experts stacked in memory, and its
-own conversions tell the names and shapes in files; those of version 4 are the same in both places.
+it saves a model (`print_tensors`). Nothing but classes of transformers itself is used, and no code that a configuration
+names. The model has no memory for its values (torch's `meta` device). transformers 5 keeps experts stacked in memory,
+and its own conversions tell the names and shapes in files; those of version 4 are the same in both places.
 """
 
 from __future__ import annotations
