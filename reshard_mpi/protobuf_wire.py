@@ -39,13 +39,18 @@ class MessageField(NamedTuple):
 
 
 class FieldHead(NamedTuple):
-    """One field without its content, which is from byte `start` to byte `end`."""
+    """One field without its content: its key is at byte `offset`, its content from byte `start` to byte `end`."""
 
+    offset: int
     number: int
     wire_type: int
     value: int  # the number, if the field is a varint
     start: int
     end: int
+
+    @property
+    def length_bytes(self) -> int:
+        return self.end - self.start
 
 
 def varint(data: bytes, offset: int) -> tuple[int, int]:
@@ -79,14 +84,14 @@ def field_head(data: bytes, offset: int) -> FieldHead:
         raise WireError(f"the impossible field number {number}")
     if wire_type == VARINT:
         value, end = varint(data, start)
-        return FieldHead(number, wire_type, value, start, end)
+        return FieldHead(offset, number, wire_type, value, start, end)
     if wire_type == LENGTH:
         length_bytes, start = varint(data, start)
     elif wire_type in FIXED_BYTES:
         length_bytes = FIXED_BYTES[wire_type]
     else:
         raise WireError(f"the impossible type {wire_type}")
-    return FieldHead(number, wire_type, 0, start, start + length_bytes)
+    return FieldHead(offset, number, wire_type, 0, start, start + length_bytes)
 
 
 def field(data: bytes, offset: int, most_bytes: int | None = None) -> MessageField:
@@ -97,9 +102,9 @@ def field(data: bytes, offset: int, most_bytes: int | None = None) -> MessageFie
 
     Raises MessageCutShortError if the data ends in the middle of the field, WireError if it is not a field.
     """
-    number, wire_type, value, start, end = field_head(data, offset)
-    if most_bytes is not None and end - start > most_bytes:
-        raise WireError(f"an item of {end - start} bytes")
+    _, number, wire_type, value, start, end = head = field_head(data, offset)
+    if most_bytes is not None and head.length_bytes > most_bytes:
+        raise WireError(f"an item of {head.length_bytes} bytes")
     if end > len(data):
         raise MessageCutShortError("the end of the data in a field")
     return MessageField(number, wire_type, value, data[start:end] if wire_type == LENGTH else b"", offset, end)

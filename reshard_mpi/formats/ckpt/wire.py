@@ -17,7 +17,7 @@ from reshard_mpi.filesystem.paths import START_BYTES
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.locations import ByteRange
-from reshard_mpi.protobuf_wire import LENGTH, MAX_VARINT_BYTES, VARINT, encode_length, encode_varint
+from reshard_mpi.protobuf_wire import LENGTH, MAX_VARINT_BYTES, VARINT, FieldHead, encode_length, encode_varint
 from reshard_mpi.text import KIB
 
 # By how many of the last distances the next one is told, the longer ones first.
@@ -74,21 +74,6 @@ _LARGE_WINDOW_BYTES = 64 << 10
 _HEADER_BYTES = 320
 # Fields that are read one by one, unlike the fields of values that repeat others; a value has ten.
 _MAX_FIELDS = 1 << 20
-
-
-class Field(NamedTuple):
-    """One field: its key is at `offset`, its content from `start` to `end`. value: the number, if it is a varint."""
-
-    offset: int
-    number: int
-    wire_type: int
-    value: int
-    start: int
-    end: int
-
-    @property
-    def length_bytes(self) -> int:
-        return self.end - self.start
 
 
 class WireReader:
@@ -149,7 +134,7 @@ class WireReader:
             got=f"{self.size_bytes} bytes in all",
         )
 
-    def field(self, offset: int, end: int) -> Field:
+    def field(self, offset: int, end: int) -> FieldHead:
         """Return the field at `offset` of a message that ends at `end`. Raises ShardError if there is none."""
         try:
             head = protobuf_wire.field_head(self.read(offset, min(2 * MAX_VARINT_BYTES, end - offset)), 0)
@@ -159,9 +144,9 @@ class WireReader:
             raise self._damaged(error, offset) from None
         if offset + head.end > end:
             raise self._overrun(offset, end)
-        return Field(offset, head.number, head.wire_type, head.value, offset + head.start, offset + head.end)
+        return FieldHead(offset, head.number, head.wire_type, head.value, offset + head.start, offset + head.end)
 
-    def fields(self, start: int, end: int) -> Iterator[Field]:
+    def fields(self, start: int, end: int) -> Iterator[FieldHead]:
         """Yield the fields of the message in the bytes from `start` to `end`. Raises ShardError as `field` does."""
         while start < end:
             field = self.field(start, end)
@@ -171,7 +156,7 @@ class WireReader:
             yield field
             start = field.end
 
-    def varints(self, field: Field) -> list[int]:
+    def varints(self, field: FieldHead) -> list[int]:
         """Return the numbers of a packed repeated field, whose length the caller bounds."""
         try:
             return list(protobuf_wire.varints(self.read(field.start, field.length_bytes)))
@@ -305,7 +290,7 @@ def tag_bytes(start: re.Match[bytes]) -> int:
     return length[0] if len(length) == 1 else length[0] & 0x7F | length[1] << 7
 
 
-def _value(reader: WireReader, value: Field) -> FileValue:
+def _value(reader: WireReader, value: FieldHead) -> FileValue:
     parts, _ = _fields_once(reader, value, _VALUE_FIELDS)
     if _MAP_TENSOR in parts:
         raise reader.damage(
@@ -323,8 +308,8 @@ def _value(reader: WireReader, value: Field) -> FileValue:
 
 
 def _fields_once(
-    reader: WireReader, message: Field, numbers: tuple[int, ...], *, with_dims: bool = False
-) -> tuple[dict[int, Field], list[int]]:
+    reader: WireReader, message: FieldHead, numbers: tuple[int, ...], *, with_dims: bool = False
+) -> tuple[dict[int, FieldHead], list[int]]:
     """Return the fields of `message` by number, in whatever order they come; unknown ones are passed over.
 
     Args:
@@ -332,7 +317,7 @@ def _fields_once(
 
     Raises ShardError for any other field that comes twice or has the wrong type.
     """
-    fields: dict[int, Field] = {}
+    fields: dict[int, FieldHead] = {}
     dims: list[int] = []
     for field in reader.fields(message.start, message.end):
         if with_dims and field.number == _DIMS and field.wire_type in (VARINT, LENGTH):
@@ -355,7 +340,7 @@ def _fields_once(
     return fields, dims
 
 
-def _dims(reader: WireReader, field: Field) -> list[int]:
+def _dims(reader: WireReader, field: FieldHead) -> list[int]:
     """Return the dimensions of a field: one, or a packed list."""
     if field.length_bytes > structure.MAX_DIMENSIONS * MAX_VARINT_BYTES:
         raise _too_many_dimensions(reader, field)
@@ -367,19 +352,19 @@ def _dims(reader: WireReader, field: Field) -> list[int]:
     return dims
 
 
-def _too_many_dimensions(reader: WireReader, field: Field) -> ShardError:
+def _too_many_dimensions(reader: WireReader, field: FieldHead) -> ShardError:
     return reader.damage(
         "a tensor has too many dimensions", field.offset, expected=f"{structure.MAX_DIMENSIONS} at most"
     )
 
 
-def _required(reader: WireReader, message: Field, parts: dict[int, Field], number: int, name: str) -> Field:
+def _required(reader: WireReader, message: FieldHead, parts: dict[int, FieldHead], number: int, name: str) -> FieldHead:
     if number not in parts:
         raise reader.damage(f"a value has no {name}: the shard is damaged or no MindSpore checkpoint", message.offset)
     return parts[number]
 
 
-def _text(reader: WireReader, field: Field, limit_bytes: int, name: str) -> str:
+def _text(reader: WireReader, field: FieldHead, limit_bytes: int, name: str) -> str:
     length_bytes = field.length_bytes
     if not 0 < length_bytes <= limit_bytes:
         raise reader.damage(
