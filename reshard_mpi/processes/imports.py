@@ -39,12 +39,8 @@ class _NotHereFinder:
         elsewhere, here = _divided_path()
         if not here or not _is_for_this_package(sys._getframe(1), here):
             return None
-        spec: ModuleSpec | None
         for finder in (_PathFinder, *_finders_behind()):
-            if finder is _PathFinder:
-                spec = _PathFinder.find_spec(name, elsewhere, target)
-            else:
-                spec = finder.find_spec(name, None, target)
+            spec: ModuleSpec | None = finder.find_spec(name, elsewhere if finder is _PathFinder else None, target)
             if spec is not None:
                 return spec
         if _PathFinder.find_spec(name, here, target) is not None:

@@ -52,11 +52,20 @@ def _not_as_meant(path: str, got: str) -> TransformError:
     )
 
 
+class OpenTarget(NamedTuple):
+    """A target whose file is there, with everything but the payloads."""
+
+    plan: RankPlan
+    manifest: Manifest
+    descriptor: int  # of the file
+    span: Span | None  # the range of it that this process fills; None: all of it
+
+
 class SliceReport(NamedTuple):
     """One process's slice of a target that has been filled, or read back and compared with its sources."""
 
     rank: int
-    waited_seconds: float
+    waited_seconds: float = 0.0
     requested_bytes: int = 0
     store_copied_bytes: int = 0
     mapped_bytes: int = 0
@@ -142,40 +151,30 @@ class Writer:
             sums_in_store = self._plans.recorded_sums
             recorded = [] if sums_in_store is None else sums_in_store.tensors(plan.tensors, manifest)
             staging = self._staged(publication, plan, manifest, recorded)
-            descriptor = publication.descriptor
+            opened = OpenTarget(plan, manifest, publication.descriptor, None)
             if reading is not None:
                 reading.add(plan.tensors, manifest, None, staging)
             yield 0.0
-            filled = yield from self._fill(plan, manifest, descriptor, None, staging, reading)
+            filled = yield from self._fill(opened, staging, reading)
             sums: tuple[TensorSum, ...] = ()
             if self._run.request.verify:
-                sums = self.verify(plan, manifest, descriptor, None, plan.written_bytes, staging, recorded)
+                sums = self.verify(opened, plan.written_bytes, staging, recorded)
             self.finish(publication, manifest, sums)
             filled = filled._replace(store_copied_bytes=publication.store_copied_bytes)
         return self.outcome_of(plan, begin, waited_seconds, [filled], together)
 
-    def fill_span(self, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span) -> SliceReport:
+    def fill_span(self, opened: OpenTarget) -> SliceReport:
         """Fill a span of a file that other processes fill too."""
         with self._reading() as reading:
             if reading is not None:
-                reading.add(plan.tensors, manifest, span, None)
-            return last_of(self._fill(plan, manifest, descriptor, span, None, reading))
+                reading.add(opened.plan.tensors, opened.manifest, opened.span, None)
+            return last_of(self._fill(opened, None, reading))
 
     def _fill(
-        self,
-        plan: RankPlan,
-        manifest: Manifest,
-        descriptor: int,
-        span: Span | None,
-        staging: Staging | None,
-        reading: SharedReading | None,
+        self, opened: OpenTarget, staging: Staging | None, reading: SharedReading | None
     ) -> Generator[float, None, SliceReport]:
-        """Write payloads to a file that has been reserved; yield after each step the share that is written.
-
-        Args:
-            span: only this range of the file; None: all.
-        """
-        begin = time.monotonic()
+        """Write the payloads of a target; yield after each step the share that is written."""
+        begin, (plan, manifest, descriptor, span) = time.monotonic(), opened
         traffic = yield from write_shard(
             plan,
             manifest,
@@ -196,15 +195,12 @@ class Writer:
 
     def verify(
         self,
-        plan: RankPlan,
-        manifest: Manifest,
-        descriptor: int,
-        span: Span | None,
+        opened: OpenTarget,
         size_bytes: int,
         staged: StagedParts | None = None,
         recorded: Sequence[RecordedTensor] = (),
     ) -> tuple[TensorSum, ...]:
-        """Return the sums of the tensors in a filled `span`, as they lie on the disk.
+        """Return the sums of the tensors in the span that has been filled, as they lie on the disk.
 
         Args:
             size_bytes: how many bytes of the target this process has written.
@@ -215,6 +211,7 @@ class Writer:
         from reshard_mpi.engine.checksums import NOTHING_SHOWN
         from reshard_mpi.runs.check_sums import sums_as_planned
 
+        plan, manifest, descriptor, span = opened
         sync_and_drop_cache(descriptor)
         self._progress.synced(size_bytes)
         shown = NOTHING_SHOWN if staged is None else _shown_by_store(staged, recorded)

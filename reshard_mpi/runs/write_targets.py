@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from reshard_mpi.engine.shard_transfer import Span
 from reshard_mpi.errors import DisagreementError, TransformError
 from reshard_mpi.filesystem.folders import FileIdentity
 from reshard_mpi.formats.manifest import Manifest
@@ -23,7 +22,7 @@ from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Failure, Outcome, merge, report_of
 from reshard_mpi.runs.scheduling import TargetSlice
 from reshard_mpi.runs.target_plans import TargetPlans
-from reshard_mpi.runs.target_writer import SliceReport, Writer
+from reshard_mpi.runs.target_writer import OpenTarget, SliceReport, Writer
 
 
 def write_targets(plans: TargetPlans) -> Outcome:
@@ -121,62 +120,57 @@ class SharedTargets:
     def fill(self, reservations: Mapping[int, Reserved]) -> FillReport:
         """Fill this process's slices of the targets that have been reserved."""
 
-        def fill_one(
-            own: TargetSlice, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span, waited_seconds: float
-        ) -> FillReport:
+        def fill_one(own: TargetSlice, opened: OpenTarget) -> SliceReport:
             self._plans.progress.display.started(own.target)
-            filled = self._writer.fill_span(plan, manifest, descriptor, span)
-            return FillReport(filled=(filled._replace(waited_seconds=waited_seconds),))
+            return self._writer.fill_span(opened)
 
-        return self._of_slices(self._plans.own.slices, reservations, fill_one)
+        outcome, filled = self._of_slices(self._plans.own.slices, reservations, fill_one)
+        return FillReport(outcome, filled=filled)
 
     def verify(self, reservations: Mapping[int, Reserved], parts: Sequence[FillReport]) -> FillReport:
         """Compare this process's slices of the targets that all have filled with their sources."""
 
-        def verify_one(
-            own: TargetSlice, plan: RankPlan, manifest: Manifest, descriptor: int, span: Span, waited_seconds: float
-        ) -> FillReport:
-            sums = self._writer.verify(plan, manifest, descriptor, span, own.bytes_of(plan.written_bytes))
-            return FillReport(verified=(SliceReport(own.target, waited_seconds, sums=sums),))
+        def verify_one(own: TargetSlice, opened: OpenTarget) -> SliceReport:
+            sums = self._writer.verify(opened, own.bytes_of(opened.plan.written_bytes))
+            return SliceReport(own.target, sums=sums)
 
         filled = [each for each in self._plans.own.slices if not self._parts_of(each.target, parts, verified=False)[1]]
-        return self._of_slices(filled, reservations, verify_one)
+        outcome, verified = self._of_slices(filled, reservations, verify_one)
+        return FillReport(outcome, verified=verified)
 
     def _of_slices(
         self,
         slices: Iterable[TargetSlice],
         reservations: Mapping[int, Reserved],
-        do: Callable[[TargetSlice, RankPlan, Manifest, int, Span, float], FillReport],
-    ) -> FillReport:
-        """Apply a function to each slice whose target has been reserved; return the joined results.
+        do: Callable[[TargetSlice, OpenTarget], SliceReport],
+    ) -> tuple[Outcome, tuple[SliceReport, ...]]:
+        """Apply a function to each slice whose target has been reserved; return failures, and the results of others.
 
         Args:
-            do: takes the slice, the target's plan and manifest, its open file, the slice's range in it, and how long
-                memory was waited for.
+            do: takes the slice, and its target, whose span is the slice's.
         """
 
-        def do_one(own: TargetSlice, rank: int) -> FillReport:
-            reserved = reservations[rank]
+        def do_one(own: TargetSlice, rank: int) -> SliceReport:
             plan, waited_seconds = self._writer.plan_with_memory(rank)
-            manifest = reserved.manifest()
+            manifest, identity = reservations[rank].manifest(), reservations[rank].identity
             _require_planned_alike(plan, manifest, self._run.request.source)
-            with self._opened(rank, reserved) as descriptor:
+            with self._opened(rank, manifest, identity) as descriptor:
                 span = own.range_of(os.fstat(descriptor).st_size)
-                report = do(own, plan, manifest, descriptor, span, waited_seconds)
+                report = do(own, OpenTarget(plan, manifest, descriptor, span))
             # Whoever leads the target has looked at the sources at another time.
             self._plans.inputs[rank].require_sources_unchanged(rank)
-            return report
+            return report._replace(waited_seconds=waited_seconds)
 
         there = (each for each in slices if each.target in reservations)
-        return FillReport().joined(
-            report_of(FillReport, self._writer.attempt(each.target, partial(do_one, each))) for each in there
-        )
+        done = [self._writer.attempt(each.target, partial(do_one, each)) for each in there]
+        failed = Outcome().joined(each for each in done if isinstance(each, Outcome))
+        return failed, tuple(each for each in done if isinstance(each, SliceReport))
 
-    def _opened(self, rank: int, reserved: Reserved) -> AbstractContextManager[int]:
+    def _opened(self, rank: int, manifest: Manifest, identity: FileIdentity) -> AbstractContextManager[int]:
         """Open the file of a target that this process, or another one, has reserved."""
         if rank in self._led:
             return nullcontext(self._led[rank].publication.descriptor)
-        return opened_partial(self._run.path(rank), Path(reserved.manifest().path).name, reserved.identity)
+        return opened_partial(self._run.path(rank), Path(manifest.path).name, identity)
 
     def publish(self, parts: Sequence[FillReport]) -> Outcome:
         """Put the shared targets that this process leads in place, if all other processes have done their parts."""
