@@ -295,10 +295,24 @@ class ObjectJournal(Journal):
             inputs.require_sources_unchanged(target_rank)
             self._require_begun()
 
+        def confirm(written: ObjectState, sample: str, sums: Sequence[TensorSum], besides: str) -> None:
+            """Record the target, which is in place.
+
+            A commit that was begun before it was replaced may have come since, and have found all as it was.
+            """
+            if self._recorded_state(ObjectPlace.of(self.folder / COMMIT_RECORD)) is not None:
+                object_folders.forget_below(self._place)
+                uncommit(ObjectFolder.open(self.folder), self._index_names)
+            file = path.relative_to(self.folder).as_posix()
+            own = self.identity.digest, target_rank, file, written.size_bytes, written.modified_ns
+            head = RecordHead(*own, sample=sample, tag=written.inode)
+            TargetRecord(head, inputs, tuple(sums), besides).publish(state)
+            state.remove(upload_path(self._state, target_rank).name)
+
         publication = ObjectPublication(
             partial(self._upload, place, target_rank, inputs.sources),
             check,
-            partial(self._confirm_object, target_rank, path, inputs),
+            confirm,
             only_new=lambda: not was_there and not self._is_single_writer,
             is_streamed=self.is_streamed,
         )
@@ -331,29 +345,6 @@ class ObjectJournal(Journal):
         facts = {"id": upload.upload_id, "token": upload.token, "crc": upload.has_crc, "digest": digest}
         object_folders.put(ObjectPlace.of(upload_path(self._state, rank)), json.dumps(facts).encode())
         return upload, ()
-
-    def _confirm_object(
-        self,
-        target_rank: int,
-        path: Path,
-        inputs: TargetInputs,
-        state: ObjectState,
-        sample: str,
-        sums: tuple[TensorSum, ...],
-        besides: str,
-    ) -> None:
-        """Record a target that is in place.
-
-        A commit that was begun before it was replaced may have come since, and have found all as it was.
-        """
-        if self._recorded_state(ObjectPlace.of(self.folder / COMMIT_RECORD)) is not None:
-            object_folders.forget_below(self._place)
-            uncommit(ObjectFolder.open(self.folder), self._index_names)
-        file = path.relative_to(self.folder).as_posix()
-        own = self.identity.digest, target_rank, file, state.size_bytes, state.modified_ns
-        folder = ObjectFolder(self._state)
-        TargetRecord(RecordHead(*own, sample=sample, tag=state.inode), inputs, sums, besides).publish(folder)
-        folder.remove(upload_path(self._state, target_rank).name)
 
     def _require_recorded(self, target_rank: int, path: Path) -> None:
         said = object_folders.metadata_of(ObjectPlace.of(path))

@@ -272,9 +272,18 @@ class Journal:
             state.remove(record)
             remove_dead_partials(state, record)
             remove_dead_partials(inner, path.name)
-            announce = partial(self._announce, state, target_rank, path, inputs)
-            confirm = partial(self._confirm, state, target_rank)
-            with Publication(inner, path.name, announce, confirm) as publication:
+
+            def announce(written: SourceFile, sums: Sequence[TensorSum], besides: str) -> None:
+                """Write the record that becomes true at the moment when the file that was `written` gets its name."""
+                inputs.require_sources_unchanged(target_rank)
+                self._require_still_own(state, target_rank, path)
+                self._require_begun()
+                version, file = written.version, path.relative_to(self.folder).as_posix()
+                own = self.identity.digest, target_rank, file, version.size_bytes, version.modified_ns
+                head = RecordHead(*own, announced=(version.inode, version.modified_ns), sample=sample_of(written))
+                TargetRecord(head, inputs, tuple(sums), besides).publish(state, synced=False)  # the next is
+
+            with Publication(inner, path.name, announce, partial(self._confirm, state, target_rank)) as publication:
                 yield publication
                 if publication.is_published:
                     remove_note(lock)
@@ -314,25 +323,6 @@ class Journal:
     def paths(self, target_rank: int, path: Path) -> tuple[Path, ...]:
         """Return the longest paths that are made for a target. They are used only to check the limits of names."""
         return partial_path(path), partial_path(record_path(self._state, target_rank))
-
-    def _announce(
-        self,
-        state: Folder,
-        target_rank: int,
-        path: Path,
-        inputs: TargetInputs,
-        written: SourceFile,
-        sums: Sequence[TensorSum],
-        besides: str,
-    ) -> None:
-        """Write the record that becomes true at the moment when the file that was `written` gets its name."""
-        inputs.require_sources_unchanged(target_rank)
-        self._require_still_own(state, target_rank, path)
-        self._require_begun()
-        version, file = written.version, path.relative_to(self.folder).as_posix()
-        own = self.identity.digest, target_rank, file, version.size_bytes, version.modified_ns
-        head = RecordHead(*own, announced=(version.inode, version.modified_ns), sample=sample_of(written))
-        TargetRecord(head, inputs, tuple(sums), besides).publish(state, synced=False)  # the next is
 
     def _require_begun(self) -> None:
         if not self._is_begun():
