@@ -142,22 +142,14 @@ def stranger_notes(lying: Sequence[Path]) -> tuple[str, ...]:
     return (f"{shortened(lying, 1)} will lie beside the new targets: of another checkpoint, and left as it is",)
 
 
-def require_no_strangers(
-    folder: Path,
-    format_name: str,
-    index_names: Collection[str],
-    every_path: Iterable[Path],
-    own_paths: Iterable[Path],
-    removed: Iterable[str],
-) -> None:
+def require_no_strangers(folder: Path, lying: Iterable[Path], removed: Iterable[str]) -> None:
     """Raise TargetError if a folder has foreign files that would be taken for a part of the checkpoint written there.
 
     Args:
-        index_names, every_path, own_paths: as for `lying_beside`.
+        lying: as `lying_beside` returns them.
         removed: the paths, relative to the folder, of files that are going to be removed.
     """
     expected = {folder / name for name in removed}
-    lying = lying_beside(folder, format_name, index_names, every_path, own_paths)
     strangers = [path.relative_to(folder) for path in lying if path not in expected]
     if strangers:
         raise TargetError(

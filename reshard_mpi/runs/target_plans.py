@@ -335,11 +335,12 @@ class TargetPlans:
             files = run.request.files
             return stranger_notes(lying_beside(folder, files.read_as, (files.index_name,), every_path, ()))
         index_names = formats.info(run.format).index_names(run.request.prefix)
+        lying = lying_beside(folder, run.format, index_names, every_path, own_paths)
         if not run.request.keeps_journal:
-            return stranger_notes(lying_beside(folder, run.format, index_names, every_path, own_paths))
+            return stranger_notes(lying)
         removed = self.journal.leftovers()
         refuse_removing(run.planner.source.files, folder, removed)
-        require_no_strangers(folder, run.format, index_names, every_path, own_paths, removed)
+        require_no_strangers(folder, lying, removed)
         return ()
 
     def _skipped(self, rank: int) -> Outcome:
