@@ -23,10 +23,10 @@ from reshard_mpi.journal.record_finder import damage_besides, folder_of_records,
 from reshard_mpi.journal.run_records import CommitRecord
 from reshard_mpi.planning.chunk_reads import held_tensor
 from reshard_mpi.planning.rank_choice import Replicas, is_partial_sum
-from reshard_mpi.planning.rank_plan import Limits, TensorPlan
+from reshard_mpi.planning.rank_plan import TensorPlan
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.runs.check_sums import are_recorded, one_by_one
-from reshard_mpi.runs.planner import Planner
+from reshard_mpi.runs.planner import LIMITS, Planner
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import unsharded
 from reshard_mpi.text import shortened
@@ -229,10 +229,10 @@ def missing_from(names: Container[str], commit: CommittedSums) -> Iterator[str]:
 
 
 def changed_since_commit(
-    commit: CommittedSums, tensors: list[TensorPlan], source: str, limits: Limits, on_bytes: OnBytes
+    commit: CommittedSums, tensors: list[TensorPlan], source: str, on_bytes: OnBytes
 ) -> Iterator[tuple[str, ShardError]]:
     """Yield the tensors, by name, whose sum is not the one they were committed with. source: what errors call it."""
-    for summed in sum_tensors(tensors, limits=limits, on_bytes=on_bytes):
+    for summed in sum_tensors(tensors, limits=LIMITS, on_bytes=on_bytes):
         spec, expected = summed.tensor, commit.sums[summed.tensor.name]
         got = f"{sum_of_whole([summed.found], spec.size_bytes):08x}"
         if got != expected:

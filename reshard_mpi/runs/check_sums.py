@@ -38,6 +38,7 @@ from reshard_mpi.planning.chunk_reads import held_tensor
 from reshard_mpi.planning.rank_choice import is_partial_sum
 from reshard_mpi.planning.rank_plan import Limits, RankPlan
 from reshard_mpi.runs.outcome import Checked
+from reshard_mpi.runs.planner import LIMITS
 from reshard_mpi.runs.progress import Progress, SliceCounter
 from reshard_mpi.sharding import strategy_table
 from reshard_mpi.text import counted
@@ -85,7 +86,6 @@ class Summing(NamedTuple):
 def check_shard(
     files: ShardFiles,
     rank: int,
-    limits: Limits,
     before_sums: Callable[[Summing], None],
     progress: Progress,
     committed: Mapping[str, str] = NO_DIGESTS,
@@ -150,7 +150,7 @@ def check_shard(
         read_bytes += size_bytes if has_crc else summed_bytes
         counter = counter if has_crc else SliceCounter(progress.moved, size_bytes, summed_bytes)
         held = (held_tensor(spec, shard) for spec in specs)
-        for summed in sum_tensors(held, limits=limits, on_bytes=counter.add):
+        for summed in sum_tensors(held, limits=LIMITS, on_bytes=counter.add):
             name = summed.tensor.name
             sums.append(tensor_sum(summed.tensor, summed.found, may_differ=placed[summed.tensor]))
             written = {stored[name]} if name in stored else set()
@@ -396,7 +396,6 @@ def damage_of(
     source: SourceCheckpoint,
     rank: int,
     size_bytes: int,
-    limits: Limits,
     before_sums: Callable[[Summing], None],
     progress: Progress,
     *,
@@ -413,7 +412,7 @@ def damage_of(
     for files, own_rank in one_by_one(source.files, rank):
         try:
             if is_read and keeps_sums(files, own_rank):
-                _, damage = check_shard(files, own_rank, limits, before_sums, progress)
+                _, damage = check_shard(files, own_rank, before_sums, progress)
             else:
                 damage = list(_unlike_its_record(files, own_rank))
         except DAMAGE as error:

@@ -25,7 +25,7 @@ from reshard_mpi.mapping.selection import is_chosen
 from reshard_mpi.planning.gradient_joining import gradients_like, notes_on
 from reshard_mpi.planning.made_tensors import MappedTensors
 from reshard_mpi.planning.rank_choice import is_partial_sum
-from reshard_mpi.planning.rank_plan import Limits, PlannedTensors, RankPlan, TensorPlan
+from reshard_mpi.planning.rank_plan import PlannedTensors, RankPlan, TensorPlan
 from reshard_mpi.planning.shared_facts import OWN
 from reshard_mpi.planning.source_flaws import MissingRanks, UnusableShard
 from reshard_mpi.runs.planner import Planner
@@ -247,7 +247,7 @@ class MappedCheckpoint(SourceCheckpoint):
         parts = (same.first for number in numbers for same in self._compared(number))
         return sum(part.box.size * BY_NAME[part.dtype].itemsize_bytes for part in parts)
 
-    def require_same_parts(self, numbers: Iterable[int], limits: Limits, on_bytes: OnBytes) -> None:
+    def require_same_parts(self, numbers: Iterable[int], on_bytes: OnBytes) -> None:
         """Compare, bit by bit, what must be the same before the files of these numbers are written.
 
         A file has only one of two tensors that its framework takes for one.
@@ -257,6 +257,7 @@ class MappedCheckpoint(SourceCheckpoint):
 
         Raises DisagreementError for the first difference.
         """
+        limits = self.original.limits
         for number in numbers:
             compared = self._compared(number)
             both = [self.planned_parts([getattr(same, side) for same in compared]) for side in ("first", "second")]

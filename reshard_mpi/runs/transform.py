@@ -178,7 +178,7 @@ def _check_sources(plans: TargetPlans, sizes: Mapping[int, int], to_read: Collec
     errors: dict[int, ReshardError] = {}
     for rank, size_bytes in mine.items():
         is_read = rank in to_read
-        error = damage_of(source, rank, size_bytes, planner.limits, before_sums, progress, is_read=is_read)
+        error = damage_of(source, rank, size_bytes, before_sums, progress, is_read=is_read)
         if error is not None:
             errors[rank] = error
         progress.completed()
@@ -205,7 +205,7 @@ def _check_committed(plans: TargetPlans) -> None:
     size_bytes, own_bytes = (sum(tensor.spec.size_bytes for tensor in of) for of in (needed, mine))
     plans.progress.begin(ProgressStage("checking sources", size_bytes), own_bytes)
     plans.memory.reserve_peak(plans.memory.projection.gathering_bytes, f"checking {path}")
-    for _, error in changed_since_commit(commit, mine, path, plans.run.planner.limits, plans.progress.moved):
+    for _, error in changed_since_commit(commit, mine, path, plans.progress.moved):
         raise error
 
 
@@ -244,7 +244,7 @@ def _compare(plans: TargetPlans, planned: PlanReport, mine: Sequence[ReplicaGrou
 def _compare_parts(mapped: MappedCheckpoint, plans: TargetPlans) -> None:
     """Compare parts of tensors that the source has twice and that a format that packs writes once (step 3)."""
     memory, progress = plans.memory, plans.progress
-    files, limits = [rank for rank in plans.own.leads if rank in plans.to_write], plans.run.planner.limits
+    files = [rank for rank in plans.own.leads if rank in plans.to_write]
     own_bytes = mapped.compared_bytes(files)
     size_bytes = sum(together(plans.comm, lambda: own_bytes))
     if size_bytes:
@@ -254,7 +254,7 @@ def _compare_parts(mapped: MappedCheckpoint, plans: TargetPlans) -> None:
         if own_bytes:
             memory.reserve_peak(memory.projection.gathering_bytes, f"comparing in {plans.run.request.source}")
         counted = SliceCounter(progress.moved, own_bytes)
-        mapped.require_same_parts(files, limits, counted.add)
+        mapped.require_same_parts(files, counted.add)
         counted.end()
 
     together(plans.comm, compare_own)

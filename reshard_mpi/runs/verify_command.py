@@ -156,7 +156,7 @@ class _ComparedCheckpoints(NamedTuple):
         before_sums = partial(memory.reserve_for_checking, source.files.format, f"checking {source.files.path}")
         silent = Progress(Words(complain))
         ranks = [rank for rank in plan.read_ranks if rank not in looked_at]
-        errors = {rank: damage_of(source, rank, 0, LIMITS, before_sums, silent) for rank in ranks}
+        errors = {rank: damage_of(source, rank, 0, before_sums, silent) for rank in ranks}
         return {rank: error for rank, error in errors.items() if error is not None}
 
 
@@ -294,7 +294,7 @@ def verify_by_sums(process: RunProcess) -> tuple[shard_files.ShardFiles, Outcome
             memory.reserve_peak(checking_bytes(files.format, summing), f"rank {rank} of {request.source}")
 
         before_sums(_BEFORE_LOCATING)
-        checked, damage = check_shard(files, rank, LIMITS, before_sums, progress, commit.besides, is_foreign=is_foreign)
+        checked, damage = check_shard(files, rank, before_sums, progress, commit.besides, is_foreign=is_foreign)
         errors = (*damaged_record(files, rank), *damage)
         return Outcome((), tuple(Failure.here(rank, comm, error) for error in errors), checked=(checked,))
 

@@ -354,7 +354,7 @@ def _of_commit(
         except ShardError as error:
             return [broken(error)._replace(kind=FindingKind.SUM)]
         mine = tensors[comm.rank :: comm.size]
-        changed = together(comm, lambda: [*changed_since_commit(commit, mine, path, LIMITS, process.progress.moved)])
+        changed = together(comm, lambda: [*changed_since_commit(commit, mine, path, process.progress.moved)])
         return [broken(error, name)._replace(kind=FindingKind.SUM) for own in changed for name, error in own]
     found = [
         Finding(FindingKind.SUM, name, None, path, f"was committed, as {COMMIT_RECORD} says, and is not there")
