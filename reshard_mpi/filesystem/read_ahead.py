@@ -23,17 +23,24 @@ _FORESEEN_BYTES, _MOST_WAITING = 16 * MIB, 1024
 AHEAD_BYTES = 32 * MIB
 
 
-class PlannedBlock(NamedTuple):
-    """A part of an object to fetch at once. wanted_bytes: how many bytes are going to be asked for, some repeatedly."""
+class PlannedBlock:
+    """A part of an object to fetch at once, which may still grow until it is fetched.
 
-    path: str
-    start: int
-    length_bytes: int
-    wanted_bytes: int
+    Attributes:
+        wanted_bytes: how many bytes are going to be asked for, some repeatedly.
+    """
 
-    @classmethod
-    def of(cls, block: _WaitingBlock) -> PlannedBlock:
-        return cls(block.path, block.begin, block.end - block.begin, block.wanted_bytes)
+    __slots__ = ("begin", "end", "path", "wanted_bytes")
+
+    def __init__(self, path: str, begin: int, end: int) -> None:
+        self.path = path
+        self.begin = begin
+        self.end = end
+        self.wanted_bytes = end - begin
+
+    @property
+    def length_bytes(self) -> int:
+        return self.end - self.begin
 
 
 class _FetchedBlock(NamedTuple):
@@ -132,7 +139,7 @@ class ReadAhead:
         while looked_bytes <= self._room_bytes and self._looks_at(number):
             block = self._next[number]
             number, looked_bytes = number + 1, looked_bytes + block.length_bytes
-            if block.path == path and block.start <= offset < block.start + block.length_bytes:
+            if block.path == path and block.begin <= offset < block.end:
                 for _ in range(number):
                     self._make_room(self._next[0].length_bytes, forced=True)
                     self._submit()
@@ -162,7 +169,8 @@ class ReadAhead:
         return self._held_bytes + length <= self._room_bytes or not self._blocks
 
     def _submit(self) -> None:
-        path, start, length, wanted_bytes = self._next.popleft()
+        planned = self._next.popleft()
+        path, start, length = planned.path, planned.begin, planned.length_bytes
         if (path, start) in self._blocks:
             return
         file = self._files.get(path)
@@ -172,7 +180,7 @@ class ReadAhead:
         with suppress(OSError, AttributeError):  # a kernel without large pages; a system that is not Linux
             memory.madvise(mmap.MADV_HUGEPAGE)
         buffer = memoryview(memory)
-        block = _FetchedBlock(self._count, wanted_bytes, buffer, self._pool.submit(file.fetch, start, buffer))
+        block = _FetchedBlock(self._count, planned.wanted_bytes, buffer, self._pool.submit(file.fetch, start, buffer))
         self._blocks[path, start] = block
         insort(self._starts.setdefault(path, []), start)
         self._held_bytes += length
@@ -186,25 +194,13 @@ class ReadAhead:
         self._held_bytes -= len(block.buffer)
 
 
-class _WaitingBlock:
-    """A part of an object that is to be fetched, and may still grow. wanted_bytes: how many bytes are asked for."""
-
-    __slots__ = ("begin", "end", "path", "wanted_bytes")
-
-    def __init__(self, path: str, begin: int, end: int) -> None:
-        self.path = path
-        self.begin = begin
-        self.end = end
-        self.wanted_bytes = end - begin
-
-
 class _WaitingBlocks:
     """Blocks in the order in which they are first used, which ranges are added to. size_bytes: of all of them."""
 
     def __init__(self) -> None:
         self.size_bytes = 0
-        self._in_order = deque[_WaitingBlock]()
-        self._by_path: dict[str, list[_WaitingBlock]] = {}  # ascending
+        self._in_order = deque[PlannedBlock]()
+        self._by_path: dict[str, list[PlannedBlock]] = {}  # ascending
 
     def __len__(self) -> int:
         return len(self._in_order)
@@ -225,17 +221,17 @@ class _WaitingBlocks:
                 before.end = stop
             else:
                 stop = min(stop, offset + BLOCK_BYTES)
-                block = _WaitingBlock(path, offset, stop)
+                block = PlannedBlock(path, offset, stop)
                 own.insert(number, block)
                 self._in_order.append(block)
                 self.size_bytes += stop - offset
             offset = stop
 
-    def take(self) -> _WaitingBlock:
+    def take(self) -> PlannedBlock:
         """Remove the first block, and return it."""
         block = self._in_order.popleft()
         self._by_path[block.path].remove(block)
-        self.size_bytes -= block.end - block.begin
+        self.size_bytes -= block.length_bytes
         return block
 
 
@@ -250,6 +246,6 @@ def blocks_of(ranges: Iterable[tuple[str, int, int]]) -> Iterator[PlannedBlock]:
             continue
         waiting.add(path, offset, offset + length)
         while len(waiting) > 1 and (waiting.size_bytes > _FORESEEN_BYTES or len(waiting) > _MOST_WAITING):
-            yield PlannedBlock.of(waiting.take())
+            yield waiting.take()
     while len(waiting):
-        yield PlannedBlock.of(waiting.take())
+        yield waiting.take()

@@ -75,7 +75,7 @@ def test_blocks(ranges: list[tuple[str, int, int]], block: int, gap: int, forese
     with small_numbers(block, gap, foreseen, 1):
         planned = list(blocks_of([*ranges, ("/local/file", 0, 10)]))
     assert sum(block.wanted_bytes for block in planned) == sum(length for _, _, length in ranges)
-    blocks = [block[:3] for block in planned]
+    blocks = [(block.path, block.begin, block.length_bytes) for block in planned]
     assert {path for path, _, _ in blocks} == {path for path, _, _ in ranges}
     assert all(0 < length <= block for _, _, length in blocks)
     wanted = {path: bytearray(SIZE) for path, _, _ in ranges}
