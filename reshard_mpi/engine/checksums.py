@@ -22,7 +22,7 @@ from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.chunk_reads import held_tensor
 from reshard_mpi.planning.rank_plan import Limits, RankPlan, ReadItem, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.strides import Runs, common_runs, run_length
+from reshard_mpi.sharding.strides import Runs, Strides, run_length
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,10 +76,9 @@ class PartSum:
 
     def add(self, block: Box, data: memoryview) -> None:
         """Add the elements of `block`, whose row-major bytes are `data`."""
-        for runs in common_runs(block, block, self._whole):
-            state = _sum_of_runs(data, runs, self._itemsize)
-            end = runs.target_offset + (runs.repeats - 1) * runs.target_step + runs.length
-            self._state ^= _shifted(state, self._size_bytes - end * self._itemsize)
+        for runs in Strides.between(block, block, block, self._whole).runs(self._itemsize):
+            end = runs.target_offset + runs.target_span
+            self._state ^= _shifted(_sum_of_runs(data, runs), self._size_bytes - end)
 
 
 def sum_of_whole(parts: Iterable[int], size_bytes: int) -> int:
@@ -133,14 +132,11 @@ def _remainder(data: memoryview) -> int:
     return crc32(data, _ONES) ^ _ONES
 
 
-def _sum_of_runs(data: memoryview, runs: Runs, itemsize: int) -> int:
+def _sum_of_runs(data: memoryview, runs: Runs) -> int:
     """Return the remainder of all runs, with as many zero bytes between them as lie there in the whole tensor."""
-    first, length, step = runs.source_offset * itemsize, runs.length * itemsize, runs.source_step * itemsize
-    apart = runs.target_step * itemsize
-    if runs.repeats == 1:
-        return _remainder(data[first : first + length])
-    if length == step == apart:
-        return _remainder(data[first : first + length * runs.repeats])
+    first, length, step, apart = runs.source_offset, runs.length, runs.source_step, runs.target_step
+    if runs.repeats == 1 or length == step == apart:
+        return _remainder(data[first : first + runs.source_span])
     ends = range(first + length, first + length + runs.repeats * step, step)
     if runs.repeats <= _FEW_RUNS:
         state = 0
@@ -150,10 +146,9 @@ def _sum_of_runs(data: memoryview, runs: Runs, itemsize: int) -> int:
     if length < _SHORT_BYTES:
         import numpy as np
 
-        rows = np.frombuffer(data, np.uint8, (runs.repeats - 1) * step + length, first)
-        return _joined(
-            _short_remainders(np.lib.stride_tricks.as_strided(rows, (runs.repeats, length), (step, 1))), apart
-        )
+        content = np.frombuffer(data, np.uint8, runs.source_span, first)
+        rows = np.lib.stride_tricks.as_strided(content, (runs.repeats, length), (step, 1))
+        return _joined(_short_remainders(rows), apart)
     low, second, third, high = _gap(apart - length)
     crc = _ONES
     for end in ends:

@@ -207,20 +207,16 @@ def _gather_turned(files: Files, item: ReadItem, out: Array, out_box: Box, limit
 
 def _read_runs(files: Files, stream: Stream, strides: Strides, content: memoryview, itemsize: int) -> None:
     """Read runs one by one to their places in `content`."""
-    for runs in strides.runs():
-        length, step, target_step = (count * itemsize for count in (runs.length, runs.source_step, runs.target_step))
-        first, start = runs.source_offset * itemsize, runs.target_offset * itemsize
-        begins = range(start, start + runs.repeats * target_step, target_step)
-        places = [content[begin : begin + length] for begin in begins]
-        part = stream.one_part(first, (runs.repeats - 1) * step + length)
-        if part is not None and step == length:
+    for runs in strides.runs(itemsize):
+        places = runs.places_in(content)
+        part = stream.one_part(runs.source_offset, runs.source_span)
+        if part is not None and runs.source_step == runs.length:
             files.read_scattered(part, places)
         elif part is not None:
-            files.read_each(part.path, part.offset_bytes, step, places)
+            files.read_each(part.path, part.offset_bytes, runs.source_step, places)
         else:
-            for place in places:
-                files.read_all(stream.parts(first, length), place)
-                first += step
+            for (offset, _), place in zip(runs.offsets(), places):
+                files.read_all(stream.parts(offset, runs.length), place)
 
 
 def _readable(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.source_files import FileVersion, SourceFile, open_file, version_of
 from reshard_mpi.formats.locations import ByteRange
+from reshard_mpi.sharding.strides import Runs
 from reshard_mpi.text import MIB
 
 if TYPE_CHECKING:
@@ -57,19 +58,11 @@ class Traffic:
 
 
 class ByteRuns(NamedTuple):
-    """`repeats` byte ranges of `length_bytes` each, in one source file and in one target file.
-
-    Offsets are those of the first range; steps lead from one range to the next. All are in bytes.
-    """
+    """Runs of bytes in one source file and in one target file. source, target: their paths."""
 
     source: str
-    source_offset: int
-    source_step: int
     target: str
-    target_offset: int
-    target_step: int
-    length_bytes: int
-    repeats: int
+    runs: Runs
 
 
 class Files:
@@ -273,72 +266,61 @@ class Files:
                 count += length - done
             offset += step * len(vector)
 
-    def copy(self, runs: ByteRuns, buffer: memoryview) -> None:
+    def copy(self, copied: ByteRuns, buffer: memoryview) -> None:
         """Copy runs of bytes: inside the kernel if the file systems can do that, else through `buffer`.
 
         Raises ShardError if the source cannot be read, OSError if the target cannot be written.
         """
         if self.staging is None:
-            self._copy(runs, buffer)
+            self._copy(copied, buffer)
             return
-        for number in range(runs.repeats):
-            target = runs.target_offset + number * runs.target_step
+        length = copied.runs.length
+        for source, target in copied.runs.offsets():
             written_bytes = 0
-            for offset, length in self.staging.missing_in(target, runs.length_bytes):
-                source = runs.source_offset + number * runs.source_step + offset - target
-                self._copy(ByteRuns(runs.source, source, 0, runs.target, offset, 0, length, 1), buffer)
-                written_bytes += length
-            if written_bytes < runs.length_bytes:
-                self._wrote(runs.length_bytes - written_bytes)
+            for offset, missing_bytes in self.staging.missing_in(target, length):
+                run = Runs(source + offset - target, offset, missing_bytes)
+                self._copy(copied._replace(runs=run), buffer)
+                written_bytes += missing_bytes
+            if written_bytes < length:
+                self._wrote(length - written_bytes)
 
-    def _copy(self, runs: ByteRuns, buffer: memoryview) -> None:
+    def _copy(self, copied: ByteRuns, buffer: memoryview) -> None:
         """Copy runs of bytes as `copy` does, all of them."""
-        done = self._copy_in_kernel(runs) if self._kernel_copies else 0
-        whole, done = divmod(done, runs.length_bytes)
-        for number in range(whole, runs.repeats):
-            source_offset = runs.source_offset + number * runs.source_step + done
-            target_offset = runs.target_offset + number * runs.target_step + done
-            self._copy_through(runs, source_offset, target_offset, runs.length_bytes - done, buffer)
+        done = self._copy_in_kernel(copied) if self._kernel_copies else 0
+        whole, done = divmod(done, copied.runs.length)
+        for source, target in copied.runs.offsets(whole):
+            for start in range(done, copied.runs.length, len(buffer)):
+                count = min(len(buffer), copied.runs.length - start)
+                self.read_into(ByteRange(copied.source, source + start, count), buffer[:count])
+                self.write(ByteRange(copied.target, target + start, count), buffer[:count])
+                self.final(target + start, count)
             done = 0
 
-    def _copy_in_kernel(self, runs: ByteRuns) -> int:
+    def _copy_in_kernel(self, copied: ByteRuns) -> int:
         """Copy runs in order; return how many bytes. It stops early if the file systems turn out not to support it."""
-        source, length = self._source(runs.source), runs.length_bytes
-        source_offset, target_offset, copied, reported = runs.source_offset, runs.target_offset, 0, 0
+        source, length = self._source(copied.source), copied.runs.length
+        copied_bytes = reported = 0
         try:
-            for _ in range(runs.repeats):
-                left = length
-                while left:
-                    count = source.copy_into(self._target, source_offset, target_offset, min(left, _MAX_CALL_BYTES))
+            for source_offset, target_offset in copied.runs.offsets():
+                done = 0
+                while done < length:
+                    start, most_bytes = source_offset + done, min(length - done, _MAX_CALL_BYTES)
+                    count = source.copy_into(self._target, start, target_offset + done, most_bytes)
                     if count == 0:
-                        raise _became_shorter(ByteRange(runs.source, source_offset, left))
-                    self.final(target_offset, count)
-                    left -= count
-                    source_offset += count
-                    target_offset += count
-                    copied += count
-                source_offset += runs.source_step - length
-                target_offset += runs.target_step - length
-                if copied - reported >= _MAX_CALL_BYTES:
-                    self._wrote(copied - reported)
-                    reported = copied
+                        raise _became_shorter(ByteRange(copied.source, start, length - done))
+                    self.final(target_offset + done, count)
+                    done += count
+                    copied_bytes += count
+                if copied_bytes - reported >= _MAX_CALL_BYTES:
+                    self._wrote(copied_bytes - reported)
+                    reported = copied_bytes
         except OSError as error:
             if error.errno not in _NO_KERNEL_COPY:
-                raise _about(error, runs.source, runs.target) from None
+                raise _about(error, copied.source, copied.target) from None
             self._kernel_copies = False
-        self.traffic.requested_bytes += copied
-        self._wrote(copied - reported)
-        return copied
-
-    def _copy_through(
-        self, runs: ByteRuns, source_offset: int, target_offset: int, length_bytes: int, buffer: memoryview
-    ) -> None:
-        """Copy bytes between the files of `runs` through `buffer`."""
-        for done in range(0, length_bytes, len(buffer)):
-            count = min(len(buffer), length_bytes - done)
-            self.read_into(ByteRange(runs.source, source_offset + done, count), buffer[:count])
-            self.write(ByteRange(runs.target, target_offset + done, count), buffer[:count])
-            self.final(target_offset + done, count)
+        self.traffic.requested_bytes += copied_bytes
+        self._wrote(copied_bytes - reported)
+        return copied_bytes
 
     def final(self, offset: int, length_bytes: int) -> None:
         """Take note that these bytes of the target are complete. Raises what `Staging.final` raises."""

@@ -64,45 +64,29 @@ class Stream:
             number += 1
 
 
-def byte_runs(runs: Runs, itemsize: int, source: Stream, target: Stream, span: tuple[int, int]) -> Iterator[ByteRuns]:
-    """Yield `runs` of elements as runs of bytes in files.
-
-    Args:
-        itemsize: of an element, in bytes.
-        span: only what lies between these bytes of the target stream.
-    """
-    length, source_step, target_step = runs.length * itemsize, runs.source_step * itemsize, runs.target_step * itemsize
-    source_start, target_start = runs.source_offset * itemsize, runs.target_offset * itemsize
-    target_bytes = (runs.repeats - 1) * target_step + length
-    if target_start >= span[1] or target_start + target_bytes <= span[0]:
+def byte_runs(runs: Runs, source: Stream, target: Stream, span: tuple[int, int]) -> Iterator[ByteRuns]:
+    """Yield `runs` as they lie in files. span: only what lies between these bytes of the target stream."""
+    first, last = max(span[0], runs.target_offset), min(span[1], runs.target_offset + runs.target_span)
+    if first >= last:
         return
-    if span[0] <= target_start and target_start + target_bytes <= span[1]:
-        read = source.one_part(source_start, (runs.repeats - 1) * source_step + length)
-        written = target.one_part(target_start, target_bytes)
+    if last - first == runs.target_span:
+        read = source.one_part(runs.source_offset, runs.source_span)
+        written = target.one_part(runs.target_offset, runs.target_span)
         if read and written:
-            yield ByteRuns(
-                source=read.path,
-                source_offset=read.offset_bytes,
-                source_step=source_step,
-                target=written.path,
-                target_offset=written.offset_bytes,
-                target_step=target_step,
-                length_bytes=length,
-                repeats=runs.repeats,
-            )
+            in_files = runs._replace(source_offset=read.offset_bytes, target_offset=written.offset_bytes)
+            yield ByteRuns(read.path, written.path, in_files)
             return
     if runs.repeats > 1:
         for half in _halves(runs):
-            yield from byte_runs(half, itemsize, source, target, span)
+            yield from byte_runs(half, source, target, span)
         return
-    skipped, end = max(span[0] - target_start, 0), min(span[1] - target_start, length)
-    target_offset = target_start + skipped
-    for read in source.parts(source_start + skipped, end - skipped):
+    for read in source.parts(runs.source_offset + first - runs.target_offset, last - first):
         read_offset = read.offset_bytes
-        for written in target.parts(target_offset, read.length_bytes):
-            yield ByteRuns(read.path, read_offset, 0, written.path, written.offset_bytes, 0, written.length_bytes, 1)
+        for written in target.parts(first, read.length_bytes):
+            run = Runs(read_offset, written.offset_bytes, written.length_bytes)
+            yield ByteRuns(read.path, written.path, run)
             read_offset += written.length_bytes
-        target_offset += read.length_bytes
+        first += read.length_bytes
 
 
 def element_blocks(files: Files, box: Box, span: tuple[int, int], itemsize: int, limit: int) -> Iterator[Box]:
@@ -162,13 +146,10 @@ def fill(files: Files, item: ReadItem, block: Box, buffer: memoryview, limits: L
     strides = item.strides(block)
     stored = item.source.stored
     if stored is not None and not stored.swapped and strides.size <= _FEW_RUNS * strides.run_length:
-        stream, itemsize = Stream(stored), item.source.dtype.itemsize_bytes
-        for runs in strides.runs():
-            length_bytes = runs.length * itemsize
-            for number in range(runs.repeats):
-                start_bytes = (runs.target_offset + number * runs.target_step) * itemsize
-                parts = stream.parts((runs.source_offset + number * runs.source_step) * itemsize, length_bytes)
-                files.read_all(parts, buffer[start_bytes:])
+        stream = Stream(stored)
+        for runs in strides.runs(item.source.dtype.itemsize_bytes):
+            for source_offset, target_offset in runs.offsets():
+                files.read_all(stream.parts(source_offset, runs.length), buffer[target_offset:])
         return
     from reshard_mpi.engine.gather import gather_into
 
@@ -184,7 +165,7 @@ class Scatter:
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._places: OrderedDict[tuple[int, int, Runs], list[memoryview]] = OrderedDict()
+        self._places: OrderedDict[tuple[int, Runs], list[memoryview]] = OrderedDict()
 
     def fill(self, item: ReadItem, block: Box, buffer: memoryview) -> None:
         """Read an item's source into its target region of `buffer`, which holds the elements of `block`, row-major.
@@ -193,27 +174,22 @@ class Scatter:
         """
         stored = item.source.stored
         assert stored is not None
-        stream, itemsize = Stream(stored), item.source.dtype.itemsize_bytes
-        for runs in item.strides(block).runs():
-            offset = runs.source_offset * itemsize
-            length = runs.length * itemsize
-            part = stream.one_part(offset, runs.repeats * length)
-            places = self._places_of(runs, itemsize, buffer)
+        stream = Stream(stored)
+        for runs in item.strides(block).runs(item.source.dtype.itemsize_bytes):
+            part = stream.one_part(runs.source_offset, runs.source_span)
+            places = self._places_of(runs, buffer)
             if part is not None:
                 self._files.read_scattered(part, places)
                 continue
-            for place in places:
-                self._files.read_all(stream.parts(offset, length), place)
-                offset += length
+            for (offset, _), place in zip(runs.offsets(), places):
+                self._files.read_all(stream.parts(offset, runs.length), place)
 
-    def _places_of(self, runs: Runs, itemsize: int, buffer: memoryview) -> list[memoryview]:
+    def _places_of(self, runs: Runs, buffer: memoryview) -> list[memoryview]:
         """Return the places of the runs in a buffer."""
-        key = (id(buffer.obj), itemsize, runs._replace(source_offset=0))
+        key = (id(buffer.obj), runs._replace(source_offset=0))
         places = self._places.get(key)
         if places is None:
-            starts = range(runs.target_offset, runs.target_offset + runs.repeats * runs.target_step, runs.target_step)
-            places = [buffer[start * itemsize : (start + runs.length) * itemsize] for start in starts]
-            self._places[key] = places
+            places = self._places[key] = runs.places_in(buffer)
             while len(self._places) > _KEPT_PLACES:
                 self._places.popitem(last=False)
         return places
@@ -294,10 +270,9 @@ def _parts(entry: TensorEntry, box: Box) -> Iterator[tuple[ByteRange, int]]:
         yield ByteRange(path, first_byte + Box.whole(entry.shape).offset_of(box) * itemsize, box.size * itemsize), 0
         return
     stream, start = Stream(stored), 0
-    for runs in Strides.between(box, Box.whole(entry.shape), box, box, steps=entry.steps).runs():
-        for number in range(runs.repeats):
-            source_offset = runs.source_offset + number * runs.source_step
-            for part in stream.parts(source_offset * itemsize, runs.length * itemsize):
+    for runs in Strides.between(box, Box.whole(entry.shape), box, box, steps=entry.steps).runs(itemsize):
+        for offset, _ in runs.offsets():
+            for part in stream.parts(offset, runs.length):
                 yield part, start
                 start += part.length_bytes
 

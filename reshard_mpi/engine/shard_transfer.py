@@ -27,7 +27,7 @@ from reshard_mpi.engine.read import (
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.rank_plan import Limits, PlannedTensors, RankPlan, ReadItem, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.strides import Strides, paired
+from reshard_mpi.sharding.strides import Runs, Strides, paired
 from reshard_mpi.text import KIB, MIB
 
 if TYPE_CHECKING:
@@ -233,9 +233,9 @@ def _copy_runs(files: Files, tensor: TensorPlan, place: Stream, span: Span, buff
         for item, source in zip(tensor.reads, sources):
             part = item if block is box else item.meeting(block)
             if part is not None:
-                for runs in part.strides(box).runs():
-                    for file_runs in byte_runs(runs, itemsize, source, place, span):
-                        files.copy(file_runs, buffer)
+                for runs in part.strides(box).runs(itemsize):
+                    for in_files in byte_runs(runs, source, place, span):
+                        files.copy(in_files, buffer)
         yield
 
 
@@ -292,7 +292,8 @@ class Tiles:
                 content = self._memory(spaced.size * itemsize)
                 for part in parts:
                     fill(self._files, part, spaced, content, self._limits)
-                _write_tile(self._files, content, Strides.between(tile, spaced, tile, box), itemsize, place, span)
+                for runs in Strides.between(tile, spaced, tile, box).runs(itemsize):
+                    _write_runs(self._files, content, runs, place, span)
 
     def _memory(self, length_bytes: int) -> memoryview:
         if length_bytes > len(self._buffer):
@@ -301,25 +302,20 @@ class Tiles:
         return self._buffer[:length_bytes]
 
 
-def _write_tile(files: Files, content: memoryview, strides: Strides, itemsize: int, place: Stream, span: Span) -> None:
-    """Write the part of a tile that lies in `span`. strides: of its elements in `content` and in the target tensor."""
-    for runs in strides.runs():
-        length, distance, step = (count * itemsize for count in (runs.length, runs.source_step, runs.target_step))
-        start, span_bytes = runs.target_offset * itemsize, (runs.repeats - 1) * step + length
-        part = place.one_part(start, span_bytes) if span[0] <= start and start + span_bytes <= span[1] else None
-        if part is not None:
-            first = runs.source_offset * itemsize
-            begins = range(first, first + runs.repeats * distance, distance)
-            files.write_each(part.path, part.offset_bytes, step, [content[begin : begin + length] for begin in begins])
-            continue
-        for number in range(runs.repeats):
-            source_start = (runs.source_offset + number * runs.source_step) * itemsize
-            target_start = (runs.target_offset + number * runs.target_step) * itemsize
-            first, last = max(span[0], target_start), min(span[1], target_start + runs.length * itemsize)
-            for part in place.parts(first, last - first):
-                offset = source_start + first - target_start
-                files.write(part, content[offset : offset + part.length_bytes])
-                first += part.length_bytes
+def _write_runs(files: Files, content: memoryview, runs: Runs, place: Stream, span: Span) -> None:
+    """Write what of a tile's runs lies in `span`. runs: from `content` to the target tensor."""
+    start, end = runs.target_offset, runs.target_offset + runs.target_span
+    part = place.one_part(start, end - start) if span[0] <= start and end <= span[1] else None
+    if part is not None:
+        contents = [content[offset : offset + runs.length] for offset, _ in runs.offsets()]
+        files.write_each(part.path, part.offset_bytes, runs.target_step, contents)
+        return
+    for source_offset, target_offset in runs.offsets():
+        first, last = max(span[0], target_offset), min(span[1], target_offset + runs.length)
+        for part in place.parts(first, last - first):
+            offset = source_offset + first - target_offset
+            files.write(part, content[offset : offset + part.length_bytes])
+            first += part.length_bytes
 
 
 def _sides(tensor: TensorPlan, limit: int) -> list[int]:

@@ -127,14 +127,12 @@ def _ranges_of(
     box, source = tensor.spec.box, Stream(entry.source)
     stored_itemsize = entry.dtype.itemsize_bytes
     if part.source.is_as_stored and part.strides(box).run_length * stored_itemsize >= _LONG_RUN_BYTES:
-        for runs in part.strides(box).runs():
-            for of_file in byte_runs(runs, stored_itemsize, source, place, span):
-                for number in range(of_file.repeats):
-                    read = of_file.source_offset + number * of_file.source_step
-                    target = of_file.target_offset + number * of_file.target_step
-                    missing = [(target, of_file.length_bytes)]
+        for runs in part.strides(box).runs(stored_itemsize):
+            for path, _, in_files in byte_runs(runs, source, place, span):
+                for read, target in in_files.offsets():
+                    missing = [(target, in_files.length)]
                     for start, length in missing if staging is None else staging.missing_in(*missing[0]):
-                        yield of_file.source, read + start - target, length
+                        yield path, read + start - target, length
         return
     offset = part.source_box.offset_of(part.region) * stored_itemsize
     for piece in source.parts(offset, part.source_box.span_of(part.region) * stored_itemsize):
@@ -206,15 +204,10 @@ def _runs_of(tensor: TensorPlan, target: Manifest) -> Iterator[CopiedRun]:
         stored = item.source.stored
         if stored is None or item.strides(tensor.spec.box).run_length * itemsize < _SHORTEST_BYTES:
             continue
-        for runs in item.strides(tensor.spec.box).runs():
-            for of_file in byte_runs(runs, itemsize, Stream(stored), place, place.within(None)):
-                for number in range(of_file.repeats if is_object_path(of_file.source) else 0):
-                    yield CopiedRun(
-                        of_file.target_offset + number * of_file.target_step,
-                        of_file.length_bytes,
-                        of_file.source,
-                        of_file.source_offset + number * of_file.source_step,
-                    )
+        for runs in item.strides(tensor.spec.box).runs(itemsize):
+            for path, _, in_files in byte_runs(runs, Stream(stored), place, place.within(None)):
+                for offset, start in in_files.offsets() if is_object_path(path) else ():
+                    yield CopiedRun(start, in_files.length, path, offset)
 
 
 def _joined(runs: Iterable[CopiedRun]) -> list[CopiedRun]:

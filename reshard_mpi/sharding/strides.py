@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, count, islice
 from operator import mul
 from typing import NamedTuple
 
@@ -18,17 +18,36 @@ Pairs = tuple[tuple[int, int], ...]
 
 
 class Runs(NamedTuple):
-    """`repeats` runs of `length` elements that are consecutive in the source and in the target, at even distances.
+    """`repeats` runs of `length` bytes that are consecutive in the source and in the target, at even distances.
 
-    Offsets and steps (from the start of one run to that of the next) count elements.
+    Offsets and steps (from the start of one run to that of the next) count bytes.
     """
 
     source_offset: int
     target_offset: int
     length: int
-    repeats: int
-    source_step: int
-    target_step: int
+    repeats: int = 1
+    source_step: int = 0
+    target_step: int = 0
+
+    @property
+    def source_span(self) -> int:
+        """How many bytes of the source lie from the first to the last of them, with those between."""
+        return (self.repeats - 1) * self.source_step + self.length
+
+    @property
+    def target_span(self) -> int:
+        """How many bytes of the target lie from the first to the last of them, with those between."""
+        return (self.repeats - 1) * self.target_step + self.length
+
+    def offsets(self, first: int = 0) -> Iterator[tuple[int, int]]:
+        """Yield the offsets of each run, from number `first` on, in the source and in the target."""
+        sources, targets = count(self.source_offset, self.source_step), count(self.target_offset, self.target_step)
+        return islice(zip(sources, targets), first, self.repeats)
+
+    def places_in(self, target: memoryview) -> list[memoryview]:
+        """Return the runs in the target."""
+        return [target[offset : offset + self.length] for _, offset in self.offsets()]
 
 
 class Strides(NamedTuple):
@@ -107,15 +126,22 @@ class Strides(NamedTuple):
         steps = [step for _, step, _ in self.dimensions]
         return 1 in steps and steps[-1] != 1
 
-    def runs(self) -> Iterator[Runs]:
-        """Yield the runs in the order of the target."""
+    def runs(self, itemsize: int) -> Iterator[Runs]:
+        """Yield the runs in the order of the target. itemsize: of an element, in bytes."""
         if not self.size:
             return
         dimensions, length = self.dimensions, self.run_length
         outer = dimensions[:-1] if length > 1 else dimensions
         repeats, step, target_step = outer[-1] if outer else (1, length, length)
         for source_offset, target_offset in _offsets(self.source_offset, self.target_offset, outer[:-1]):
-            yield Runs(source_offset, target_offset, length, repeats, step, target_step)
+            yield Runs(
+                source_offset * itemsize,
+                target_offset * itemsize,
+                length * itemsize,
+                repeats,
+                step * itemsize,
+                target_step * itemsize,
+            )
 
 
 def paired(region: Box, target_region: Box, order: tuple[int, ...] | None) -> Pairs:
@@ -132,11 +158,6 @@ def paired(region: Box, target_region: Box, order: tuple[int, ...] | None) -> Pa
     if [lengths[dim] for dim in dims] != [target_lengths[dim] for dim in target_dims]:
         raise ValueError(f"{region} does not fit {target_region}" + (f" in the order {order}" if order else ""))
     return tuple(zip(dims, target_dims))
-
-
-def common_runs(region: Box, source: Box, target: Box) -> Iterator[Runs]:
-    """Yield the runs in which `region` goes from `source` to `target`, in row-major order of the region."""
-    return Strides.between(region, source, region, target).runs()
 
 
 def run_length(region: Box, source: Box, target: Box) -> int:

@@ -35,6 +35,7 @@ from reshard_mpi.planning.chunk_reads import held_tensor
 from reshard_mpi.planning.made_tensors import constant, converted
 from reshard_mpi.planning.rank_plan import Check, Limits, RankPlan, ReadItem, TensorPlan
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.strides import Runs
 from reshard_mpi.testing.checkpoints import load_shard
 
 DTYPES = ("uint8", "float16", "float32", "float8_e5m2", "float64", "complex64", "complex128")
@@ -369,7 +370,7 @@ def test_source_that_became_shorter_is_named(tmp_path: Path, gap: int) -> None:
         with pytest.raises(ShardError, match="became shorter"), opened.window(part, 100):
             raise AssertionError("a window beyond the end was mapped")
         with pytest.raises(ShardError, match="became shorter"):
-            opened.copy(ByteRuns(str(path), 0, 0, str(tmp_path / "target"), 0, 0, 100, 1), memoryview(bytearray(8)))
+            opened.copy(ByteRuns(str(path), str(tmp_path / "target"), Runs(0, 0, 100)), memoryview(bytearray(8)))
     assert read.value.where == str(path)
 
 
@@ -379,7 +380,7 @@ def test_source_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest
     path = tmp_path / "source"
     path.write_bytes(bytes(100))
     (tmp_path / "target").write_bytes(bytes(100))
-    part, runs = ByteRange(str(path), 0, 100), ByteRuns(str(path), 0, 0, str(tmp_path / "target"), 0, 0, 100, 1)
+    part, runs = ByteRange(str(path), 0, 100), ByteRuns(str(path), str(tmp_path / "target"), Runs(0, 0, 100))
 
     def failing(*_: object, **__: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.strides import Runs, common_runs, run_length
+from reshard_mpi.sharding.strides import Runs, Strides, run_length
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
@@ -133,16 +133,21 @@ def transfers(draw: st.DrawFn) -> tuple[tuple[int, ...], Box, Box, Box]:
     return shape, region, *around
 
 
+def common_runs(region: Box, source: Box, target: Box) -> Iterator[Runs]:
+    """Yield the runs of elements of one byte in which `region` goes from `source` to `target`."""
+    return Strides.between(region, source, region, target).runs(1)
+
+
 def single_runs(region: Box, source: Box, target: Box) -> Iterator[tuple[int, int, int]]:
     """Yield every run by itself: source offset, target offset, count."""
     for runs in common_runs(region, source, target):
         assert runs.repeats >= 1
-        for turn in range(runs.repeats):
-            yield (
+        for turn, offsets in enumerate(runs.offsets()):
+            assert offsets == (
                 runs.source_offset + turn * runs.source_step,
                 runs.target_offset + turn * runs.target_step,
-                runs.length,
             )
+            yield *offsets, runs.length
 
 
 @given(transfers())
