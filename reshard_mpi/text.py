@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+
+# Tells people a line.
+Say = Callable[[str], None]
 
 # Comparing names takes time that grows with both; whoever typed a name compared it with few.
 _MAX_NAME_LENGTH = 200

@@ -13,6 +13,7 @@ from reshard_mpi.engine.read import fill, takes_numpy
 from reshard_mpi.errors import CoverageError, DisagreementError, StrategyError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.protocol import OnBytes
 from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.comparison_choice import ReplicaGroup
 from reshard_mpi.planning.rank_plan import Check, Limits, ReadItem, SharedFact, TensorPlan
@@ -33,7 +34,7 @@ _Holder = tuple[int, int, Manifest]
 
 
 def compare(
-    source: SourceCheckpoint, all_alike: Iterable[ReplicaGroup], limits: Limits, on_bytes: Callable[[int], None]
+    source: SourceCheckpoint, all_alike: Iterable[ReplicaGroup], limits: Limits, on_bytes: OnBytes
 ) -> tuple[UnusableShard, ...]:
     """Compare all replicas of tensors that should be the same; return the shards that could not be read.
 
@@ -135,7 +136,7 @@ def _difference(source: SourceCheckpoint, check: Check, other_rank: int, element
 class _Comparison:
     """Compares replicas of a source. lost: the holders that could not be read so far, by rank."""
 
-    def __init__(self, source: SourceCheckpoint, limits: Limits, on_bytes: Callable[[int], None]) -> None:
+    def __init__(self, source: SourceCheckpoint, limits: Limits, on_bytes: OnBytes) -> None:
         self.lost: dict[int, UnusableShard] = {}
         self._source = source
         self._limits = limits

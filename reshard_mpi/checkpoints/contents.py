@@ -29,6 +29,7 @@ from reshard_mpi.mapping.tensor_kinds import TensorKind, expert_of, kind_of, lay
 from reshard_mpi.planning.chunk_reads import held_tensor
 from reshard_mpi.planning.rank_plan import Limits
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.placement import Shape
 from reshard_mpi.text import KIB, counted, format_bytes, natural_key, one_line, ranges
 
 # Counters of steps that are read of one file: an optimizer may have one for each parameter.
@@ -322,9 +323,6 @@ def _named_placement_text(facts: dict[str, Any], stages: int) -> str:
         of_stages,
     ]
     return " ".join(filter(None, parts)) or "whole"
-
-
-Shape = tuple[int, ...]
 
 
 class _OneTensor(NamedTuple):

@@ -28,11 +28,7 @@ from reshard_mpi.text import MIB, json_number, one_line, shortened
 if TYPE_CHECKING:
     from types import EllipsisType
 
-    import numpy as np
-
     from reshard_mpi.api.checkpoint import Checkpoint, SourcePart, Tensor
-
-    Array = np.ndarray[Any, Any]
 
 # Elements that JSON may have; more are for programs that read the checkpoint themselves.
 _MOST_IN_JSON = 4096

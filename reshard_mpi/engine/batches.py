@@ -14,15 +14,13 @@ import numpy as np
 
 from reshard_mpi.engine.open_files import Files
 from reshard_mpi.formats.dtypes import DType
-from reshard_mpi.formats.locations import ByteRange
+from reshard_mpi.formats.locations import ByteRange, Span
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS
 from reshard_mpi.planning.rank_plan import Group, Limits, PlannedTensors, ReadGroup
 from reshard_mpi.sharding.strides import Strides
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
-# The first byte of a range of a file, and the one after its last.
-Span = tuple[int, int]
 
 # How many runs are moved at once, by arrays of their places; and how many a tensor may have in one part to be batched.
 _MAX_RUNS = 1 << 16

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zlib_ng.zlib_ng import crc32, crc32_combine
 
-from reshard_mpi.engine.open_files import Files, OnBytes
+from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import Stream, read_region
-from reshard_mpi.formats.locations import ByteRanges
+from reshard_mpi.formats.locations import ByteRanges, Span
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
+from reshard_mpi.formats.protocol import OnBytes
 from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.chunk_reads import held_tensor
 from reshard_mpi.planning.rank_plan import Limits, RankPlan, ReadItem, TensorPlan, meeting
@@ -217,10 +218,6 @@ def _byte_table() -> Sums:
     import numpy as np
 
     return np.array(_combined([_shifted(1 << bit, 1) for bit in range(8)]), np.uint32)
-
-
-# The first byte of a range of a file, and the one after its last.
-Span = tuple[int, int]
 
 
 class Summed(NamedTuple):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 
-from reshard_mpi.engine.open_files import Files, OnBytes
+from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import Stream, element_of, fill, read_region
 from reshard_mpi.errors import DamageError
 from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.locations import ByteRange, Dequantized, LibraryRead, Reduced
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.protocol import OnBytes
 from reshard_mpi.planning.chunk_reads import held_tensor
 from reshard_mpi.planning.rank_choice import is_partial_sum
 from reshard_mpi.planning.rank_plan import Check, Limits, RankPlan, ReadItem, TensorPlan, meeting

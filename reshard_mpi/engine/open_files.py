@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from reshard_mpi.errors import ShardError
 from reshard_mpi.filesystem.source_files import FileVersion, SourceFile, open_file, version_of
 from reshard_mpi.formats.locations import ByteRange
+from reshard_mpi.formats.protocol import OnBytes
 from reshard_mpi.sharding.strides import Runs
 from reshard_mpi.text import MIB
 
 if TYPE_CHECKING:
     from reshard_mpi.filesystem.read_ahead import ReadAhead
-
-OnBytes = Callable[[int], None]
 
 # Far below the usual limit of 1024 descriptors; a target rarely reads from more files than this at once.
 _MAX_OPEN_FILES = 128

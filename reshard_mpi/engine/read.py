@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from reshard_mpi.engine.open_files import ByteRuns, Files
-from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead, Location, StridedView
+from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead, Location, Span, StridedView
 from reshard_mpi.formats.tensor_table import TensorEntry
 from reshard_mpi.planning.rank_plan import Limits, ReadItem, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
@@ -28,7 +28,7 @@ class Stream:
         self._ranges = tuple(part for part in segments.ranges if part.length_bytes)
         self._starts = (0, *accumulate(part.length_bytes for part in self._ranges))
 
-    def within(self, span: tuple[int, int] | None) -> tuple[int, int]:
+    def within(self, span: Span | None) -> Span:
         """Return the first byte of the stream that lies in a span of the file, and the one after the last.
 
         Args:
@@ -64,7 +64,7 @@ class Stream:
             number += 1
 
 
-def byte_runs(runs: Runs, source: Stream, target: Stream, span: tuple[int, int]) -> Iterator[ByteRuns]:
+def byte_runs(runs: Runs, source: Stream, target: Stream, span: Span) -> Iterator[ByteRuns]:
     """Yield `runs` as they lie in files. span: only what lies between these bytes of the target stream."""
     first, last = max(span[0], runs.target_offset), min(span[1], runs.target_offset + runs.target_span)
     if first >= last:
@@ -89,7 +89,7 @@ def byte_runs(runs: Runs, source: Stream, target: Stream, span: tuple[int, int])
         first += read.length_bytes
 
 
-def element_blocks(files: Files, box: Box, span: tuple[int, int], itemsize: int, limit: int) -> Iterator[Box]:
+def element_blocks(files: Files, box: Box, span: Span, itemsize: int, limit: int) -> Iterator[Box]:
     """Yield blocks of at most `limit` elements that cover the bytes `span` of a tensor's row-major order.
 
     An element that begins before the span is a block by itself, and if it turns out too large it is not counted: that

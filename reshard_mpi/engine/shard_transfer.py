@@ -13,7 +13,7 @@ from functools import partial
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from reshard_mpi.engine.open_files import Files, OnBytes, Staging, Traffic, large_buffer
+from reshard_mpi.engine.open_files import Files, Staging, Traffic, large_buffer
 from reshard_mpi.engine.read import (
     Scatter,
     Stream,
@@ -24,7 +24,9 @@ from reshard_mpi.engine.read import (
     takes_numpy,
     with_space,
 )
+from reshard_mpi.formats.locations import Span
 from reshard_mpi.formats.manifest import Manifest
+from reshard_mpi.formats.protocol import OnBytes
 from reshard_mpi.planning.rank_plan import Limits, PlannedTensors, RankPlan, ReadItem, TensorPlan, meeting
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strides import Runs, Strides, paired
@@ -49,8 +51,6 @@ _PAGE_BYTES = 4096
 # If runs of several sources alternate in the target, this much of the target is completed before more is begun.
 _INTERLEAVED_BYTES = 4 * MIB
 
-# The first byte of a range (of a file, or of a tensor's row-major bytes), and the one after its last.
-Span = tuple[int, int]
 # Reads an item into a block of a tensor. Takes the item, the block, and the buffer that holds the block's elements.
 FillBlock = Callable[[ReadItem, Box, memoryview], None]
 
@@ -86,13 +86,13 @@ def write_shard(
         for first, last, is_small in batches.stretches() if batches else [(0, len(tensors), False)]:
             if batches and is_small:
                 for low, high in batches.move(files, first, last, buffer):
-                    for tensor in (tensors[number] for number in range(low, high) if staging is not None):
-                        place = Stream(target.payload(tensor.spec.name))
-                        _finish(files, place, place.within(span))
+                    moved = (tensors[number] for number in range(low, high) if staging is not None)
+                    for part in parts_within(moved, target, span):
+                        _finish(files, part)
                     yield files.traffic.written_bytes / whole_bytes
             else:
                 stretch = (tensors[number] for number in range(first, last))
-                for _ in _write_each(files, _parts_within(stretch, target, span), target, buffer, limits):
+                for _ in _write_each(files, parts_within(stretch, target, span), target, buffer, limits):
                     yield files.traffic.written_bytes / whole_bytes
         return files.traffic
 
@@ -107,9 +107,10 @@ def last_of(steps: Generator[object, None, T]) -> T:
             return result
 
 
-def _finish(files: Files, place: Stream, span: Span) -> None:
-    """Take note that the bytes `span` of a tensor are complete."""
-    for part in place.parts(span[0], span[1] - span[0]):
+def _finish(files: Files, written: WrittenPart) -> None:
+    """Take note that a part of a tensor is complete."""
+    first, last = written.span
+    for part in written.place.parts(first, last - first):
         files.final(part.offset_bytes, part.length_bytes)
 
 
@@ -123,7 +124,7 @@ def _batches(tensors: PlannedTensors, target: Manifest, span: Span | None, limit
 
 
 def _write_each(
-    files: Files, parts: Iterator[_WrittenPart], target: Manifest, buffer: memoryview, limits: Limits
+    files: Files, parts: Iterator[WrittenPart], target: Manifest, buffer: memoryview, limits: Limits
 ) -> Iterator[None]:
     """Write tensors one after another, each in the way that suits its items, and read the next one ahead.
 
@@ -137,7 +138,7 @@ def _write_each(
         tensor, too_large = part.tensor, files.traffic.too_large
         if is_transposed(tensor, limits):
             tiles.write(tensor, part.place, part.span)
-            _finish(files, part.place, part.span)
+            _finish(files, part)
             yield
         elif is_copied(tensor):
             yield from _copy_runs(files, tensor, part.place, part.span, buffer)
@@ -165,7 +166,7 @@ def is_gathered(tensor: TensorPlan, limits: Limits) -> bool:
     return any(takes_numpy(item, tensor.spec.box, limits.buffer_bytes) for item in tensor.reads)
 
 
-class _WrittenPart(NamedTuple):
+class WrittenPart(NamedTuple):
     """The part of one tensor to write: the bytes `span` of its row-major order. place: where all of its bytes go."""
 
     tensor: TensorPlan
@@ -173,13 +174,13 @@ class _WrittenPart(NamedTuple):
     span: Span
 
 
-def _parts_within(tensors: Iterable[TensorPlan], target: Manifest, span: Span | None) -> Iterator[_WrittenPart]:
+def parts_within(tensors: Iterable[TensorPlan], target: Manifest, span: Span | None) -> Iterator[WrittenPart]:
     """Yield the parts of tensors that lie in a span of the target file; None: all of it."""
     for tensor in tensors:
         place = Stream(target.payload(tensor.spec.name))
         first, last = place.within(span)
         if first < last:
-            yield _WrittenPart(tensor, place, (first, last))
+            yield WrittenPart(tensor, place, (first, last))
 
 
 def _read(files: Files, limits: Limits, item: ReadItem, block: Box, buffer: memoryview) -> None:

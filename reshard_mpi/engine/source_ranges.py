@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from reshard_mpi.engine.open_files import Staging
 from reshard_mpi.engine.read import Stream, byte_runs
-from reshard_mpi.engine.shard_transfer import is_copied
+from reshard_mpi.engine.shard_transfer import WrittenPart, is_copied, parts_within
 from reshard_mpi.filesystem.object_files import BLOCK_BYTES
 from reshard_mpi.filesystem.paths import is_object_path
 from reshard_mpi.filesystem.read_ahead import ReadAhead
-from reshard_mpi.formats.locations import ByteRanges
+from reshard_mpi.formats.locations import ByteRanges, Span
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.rank_plan import Limits, PlannedTensors, ReadItem, TensorPlan
 from reshard_mpi.text import GIB, KIB, MIB
@@ -47,7 +47,7 @@ class _FilledTarget(NamedTuple):
 
     tensors: PlannedTensors
     manifest: Manifest
-    span: tuple[int, int] | None
+    span: Span | None
     staging: Staging | None
 
 
@@ -63,9 +63,7 @@ class SharedReading:
         self._targets: list[_FilledTarget] = []
         self._ahead: ReadAhead | None = None
 
-    def add(
-        self, tensors: PlannedTensors, manifest: Manifest, span: tuple[int, int] | None, staging: Staging | None
-    ) -> None:
+    def add(self, tensors: PlannedTensors, manifest: Manifest, span: Span | None, staging: Staging | None) -> None:
         """Add a target before any is filled.
 
         Args:
@@ -105,30 +103,26 @@ def _turns(target: _FilledTarget, number: int, turn_bytes: int) -> Iterator[tupl
     """Yield for each step of a target the share that is filled before, its number, and the ranges that it needs."""
     size_bytes = max(1, sum(len(group.names) * group.kind.size_bytes for group in target.tensors.groups))
     done_bytes = 0
-    for tensor in target.tensors:
+    for filled in parts_within(target.tensors, target.manifest, target.span):
+        tensor, (first, last) = filled.tensor, filled.span
         box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
-        place = Stream(target.manifest.payload(tensor.spec.name))
-        first, last = place.within(target.span)
-        if first >= last:
-            continue
         for block in box.blocks(max(1, turn_bytes // itemsize), first // itemsize, -(-last // itemsize)):
             parts = filter(None, (item.meeting(block) for item in tensor.reads))
-            ranges = (_ranges_of(part, tensor, place, (first, last), target.staging) for part in parts)
+            ranges = (_ranges_of(part, filled, target.staging) for part in parts)
             yield done_bytes / size_bytes, number, list(chain.from_iterable(ranges))
             done_bytes += block.size * itemsize
 
 
-def _ranges_of(
-    part: ReadItem, tensor: TensorPlan, place: Stream, span: tuple[int, int], staging: Staging | None
-) -> Iterator[SourceRange]:
+def _ranges_of(part: ReadItem, filled: WrittenPart, staging: Staging | None) -> Iterator[SourceRange]:
+    """Yield the ranges of source files from which `part`, of a part of a tensor that is filled, is read."""
     entry = part.source.unconverted
     if not isinstance(entry.source, ByteRanges):
         return  # chunks that a library decodes
-    box, source = tensor.spec.box, Stream(entry.source)
+    box, source = filled.tensor.spec.box, Stream(entry.source)
     stored_itemsize = entry.dtype.itemsize_bytes
     if part.source.is_as_stored and part.strides(box).run_length * stored_itemsize >= _LONG_RUN_BYTES:
         for runs in part.strides(box).runs(stored_itemsize):
-            for path, _, in_files in byte_runs(runs, source, place, span):
+            for path, _, in_files in byte_runs(runs, source, filled.place, filled.span):
                 for read, target in in_files.offsets():
                     missing = [(target, in_files.length)]
                     for start, length in missing if staging is None else staging.missing_in(*missing[0]):

@@ -13,8 +13,9 @@ import numpy as np
 
 from reshard_mpi.engine.elements import Array, convert_elements, raw_dtype
 from reshard_mpi.engine.first_difference import contents
-from reshard_mpi.engine.open_files import Files, OnBytes
+from reshard_mpi.engine.open_files import Files
 from reshard_mpi.formats.dtypes import BY_NAME, FLOATS, DType, to_numpy
+from reshard_mpi.formats.protocol import OnBytes
 from reshard_mpi.planning.rank_plan import Limits, TensorPlan
 
 # Elements taken at a time: as float64 they stay in the processor's second cache.

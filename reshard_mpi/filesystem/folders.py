@@ -20,6 +20,7 @@ from typing import NamedTuple, Self
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem.paths import is_object_path, words_of_mode
 from reshard_mpi.processes.host import holders_of_lock, pid_state
+from reshard_mpi.text import Say
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Errors of opening a link, or something other than the folder or file that was expected.
@@ -286,8 +287,6 @@ def _in_the_way(path: Path, kind: str, purpose: str) -> TargetError:
 _SHORTEST_NAP_SECONDS = 0.0005
 _LONGEST_NAP_SECONDS = 0.02
 _NOTICE_SECONDS = 1.0
-
-Say = Callable[[str], None]
 
 
 def open_lock(folder: Folder, name: str) -> int:

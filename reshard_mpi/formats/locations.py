@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from reshard_mpi.planning.rank_plan import TensorPlan
     from reshard_mpi.quantization.weights import QuantizedWeight
 
+# The first byte of a range (of a file, or of a tensor's row-major bytes), and the one after its last.
+Span = tuple[int, int]
+
 
 class ByteRange(NamedTuple):
     """`length_bytes` bytes of the file `path` from `offset_bytes` on."""

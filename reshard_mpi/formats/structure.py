@@ -14,6 +14,7 @@ from operator import attrgetter
 from reshard_mpi.errors import ShardError, TargetError
 from reshard_mpi.filesystem.paths import kind_of_start, real_path
 from reshard_mpi.filesystem.source_files import IrregularFileError, SourceFile, open_file
+from reshard_mpi.formats.locations import Span
 from reshard_mpi.formats.manifest import HeaderDigest, Manifest
 
 # Names of all tensors are kept in memory; no framework makes one this long.
@@ -40,8 +41,6 @@ _FORESEEN_SPANS = 1024
 # Parts of a structure with smaller gaps than this are written by one call, which writes no more than the second number.
 _SMALL_GAP_BYTES, _WRITTEN_BYTES = 16384, 256 << 10
 _SUMMED_BYTES = 2 << 20
-# From one byte to another, which is not included.
-Span = tuple[int, int]
 
 
 def kept_bytes(text: str) -> int:

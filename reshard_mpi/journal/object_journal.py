@@ -23,15 +23,15 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from reshard_mpi.engine.checksums import Span
 from reshard_mpi.engine.source_ranges import CopiedRun, PlannedPart
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem import object_folders, object_uploads
-from reshard_mpi.filesystem.folders import Say, close
+from reshard_mpi.filesystem.folders import close
 from reshard_mpi.filesystem.object_folders import ObjectFolder
 from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, state_of
 from reshard_mpi.filesystem.object_uploads import SentPart, Upload
 from reshard_mpi.filesystem.source_files import SourceFile, first_bytes, is_folder, is_taken
+from reshard_mpi.formats.locations import Span
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.journal.file_ownership import remove_earlier_run, require_own_target
 from reshard_mpi.journal.provenance import SourceStates, TargetInputs
@@ -42,6 +42,7 @@ from reshard_mpi.journal.staged_parts import Begin, StagedParts
 from reshard_mpi.journal.target_folders import uncommit
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.journal.target_records import RecordHead, TargetRecord, TensorSum, sample_of
+from reshard_mpi.text import Say
 
 # The name under which an object says, in its metadata, which run has made it.
 _RUN = "reshard-run"

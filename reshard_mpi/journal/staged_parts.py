@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from reshard_mpi.engine.checksums import Span, crc_of_pieces
+from reshard_mpi.engine.checksums import crc_of_pieces
 from reshard_mpi.engine.open_files import sync_and_drop_cache
 from reshard_mpi.engine.source_ranges import MOST_PARTS, SENT_BYTES, CopiedRun, PlannedPart, plan_parts
 from reshard_mpi.errors import StoreError, StoreUnreachableError, TransformError
@@ -27,6 +27,7 @@ from reshard_mpi.filesystem import object_folders
 from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, read_range
 from reshard_mpi.filesystem.object_uploads import FilePart, SentPart, Upload, wants_uniform_parts
 from reshard_mpi.filesystem.source_files import SourceFile
+from reshard_mpi.formats.locations import Span
 from reshard_mpi.formats.structure import digest_besides, write_all
 from reshard_mpi.journal.target_records import sampled_pages
 

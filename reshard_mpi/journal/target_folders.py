@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from reshard_mpi.errors import TargetError
-from reshard_mpi.filesystem.folders import Folder, Say, make_folders, open_folder
+from reshard_mpi.filesystem.folders import Folder, make_folders, open_folder
 from reshard_mpi.filesystem.paths import described, require_file_or_nothing
 from reshard_mpi.filesystem.source_files import is_taken
 from reshard_mpi.journal.provenance import TargetInputs
@@ -28,6 +28,7 @@ from reshard_mpi.journal.run_records import CommitRecord
 from reshard_mpi.journal.target_records import TargetRecord
 from reshard_mpi.planning.source_flaws import Differences
 from reshard_mpi.processes.host import host_name
+from reshard_mpi.text import Say
 
 # The ending of the mark of a file that is complete, where several runs make the files of one index.
 _COMPLETE = ".complete"

@@ -32,7 +32,6 @@ from reshard_mpi.errors import (
 )
 from reshard_mpi.filesystem.folders import (
     Folder,
-    Say,
     close,
     closing,
     holders,
@@ -77,6 +76,7 @@ from reshard_mpi.journal.target_folders import (
 )
 from reshard_mpi.journal.target_records import RecordHead, TargetRecord, TensorSum, sample_of
 from reshard_mpi.planning.source_flaws import Differences
+from reshard_mpi.text import Say
 
 # Between attempts to take a lock that others have for an instant, to see whether it is held.
 _NAP_SECONDS = 0.002

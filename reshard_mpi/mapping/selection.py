@@ -19,6 +19,7 @@ from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, Pads
 from reshard_mpi.mapping.rules import TYPES, Drop, Fill, Rules, element_of
 from reshard_mpi.mapping.tensor_kinds import COUNTS, OwnersInPart, owned_by, owners, owners_in_part
 from reshard_mpi.sharding.box import Box
+from reshard_mpi.sharding.placement import Shape
 from reshard_mpi.sharding.state_names import MODULE_WORDS, STATE_WORDS, dotted, is_named_as_state, parts_of
 from reshard_mpi.sharding.strategy import Pattern, named_after
 from reshard_mpi.text import first_few, shortened
@@ -48,7 +49,6 @@ class Selection(NamedTuple):
         return self.include is not None or bool(self.exclude)
 
 
-Shape = tuple[int, ...]
 # The glob of a type that is given without one.
 ANY = "*"
 # What training counts and sets, in single numbers: their types stay unless they are named. Where the place tells it,

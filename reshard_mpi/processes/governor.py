@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -17,7 +17,7 @@ from reshard_mpi.processes.host import pid_namespace, pid_state
 from reshard_mpi.processes.ledger import Judge, Ledger, LedgerEntry, Ticket, WaitReporter
 from reshard_mpi.processes.ledger_folder import LedgerFolder, find_place, make_place, no_place
 from reshard_mpi.processes.memory_scopes import Scope, find_scopes, resident_bytes
-from reshard_mpi.text import format_bytes, parse_bytes
+from reshard_mpi.text import Say, format_bytes, parse_bytes
 
 MEMORY_VARIABLE = "RESHARD_MPI_MEMORY"
 UNLIMITED = "unlimited"
@@ -62,8 +62,6 @@ _NO_PLACE = (
 )
 # Processes named of all that are waited for.
 _MAX_NAMED = 3
-
-Say = Callable[[str], None]
 
 
 class _ScopeLease(NamedTuple):

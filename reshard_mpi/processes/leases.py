@@ -21,12 +21,12 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import ReshardError
-from reshard_mpi.processes.governor import Allowance, Governor, Lease, Say, leased_bytes, open_governor
+from reshard_mpi.processes.governor import Allowance, Governor, Lease, leased_bytes, open_governor
 from reshard_mpi.processes.host import is_stopped, pid_state
 from reshard_mpi.processes.ledger import Ledger, LedgerEntry
 from reshard_mpi.processes.ledger_folder import LEDGER_SUFFIX, LedgerFolder, find_place
 from reshard_mpi.processes.memory_scopes import find_scopes, resident_bytes
-from reshard_mpi.text import MIB, format_bytes, one_line
+from reshard_mpi.text import MIB, Say, format_bytes, one_line
 
 # An interpreter with all modules for planning and moving bytes.
 BASE_BYTES = 43 * MIB

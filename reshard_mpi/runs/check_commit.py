@@ -12,11 +12,11 @@ from reshard_mpi.checkpoints.join_files import names_in_branches
 from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.checkpoints.source import SourceCheckpoint, locate
 from reshard_mpi.engine.checksums import sum_of_whole, sum_tensors
-from reshard_mpi.engine.open_files import OnBytes
 from reshard_mpi.errors import DisagreementError, ShardError
 from reshard_mpi.filesystem.paths import absolute_path, rank_of_folder, real_path
 from reshard_mpi.filesystem.source_files import exists
 from reshard_mpi.formats.manifest import TensorSpec
+from reshard_mpi.formats.protocol import OnBytes
 from reshard_mpi.journal.commit import is_of_these_targets
 from reshard_mpi.journal.record_files import COMMIT_RECORD
 from reshard_mpi.journal.record_finder import damage_besides, folder_of_records, holds_another

@@ -13,13 +13,14 @@ from typing import NamedTuple
 from reshard_mpi import formats
 from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint
-from reshard_mpi.engine.checksums import Shown, Span, sum_shard, sum_tensors, takes_numpy
+from reshard_mpi.engine.checksums import Shown, sum_shard, sum_tensors, takes_numpy
 from reshard_mpi.engine.first_difference import where_it_differs
-from reshard_mpi.engine.open_files import OnBytes
 from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, ShardError, as_reshard_error
 from reshard_mpi.filesystem.paths import absolute_path, rank_of_folder, real_path
 from reshard_mpi.filesystem.source_files import exists, is_folder, is_taken, version_of
+from reshard_mpi.formats.locations import Span
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
+from reshard_mpi.formats.protocol import OnBytes
 from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, recorded_ranks
 from reshard_mpi.journal.record_finder import (
     RecordFinder,

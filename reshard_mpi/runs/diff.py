@@ -19,12 +19,13 @@ from reshard_mpi.checkpoints.opening import open_source, require_same_choice
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 from reshard_mpi.engine.first_difference import first_difference_of_tensors, value_at
-from reshard_mpi.engine.open_files import Files, OnBytes
+from reshard_mpi.engine.open_files import Files
 from reshard_mpi.errors import DifferenceError, SourceError
 from reshard_mpi.formats.manifest import NEST, OF_RANKS_ALONE, TensorSpec
 from reshard_mpi.formats.nest.nodes import NestError, agree
 from reshard_mpi.formats.nest.rebuild_tree import as_json, leaves, values_beside
 from reshard_mpi.formats.nest.rebuild_tree import first_difference as first_nest_difference
+from reshard_mpi.formats.protocol import OnBytes
 from reshard_mpi.planning.comparison_choice import partition_for
 from reshard_mpi.planning.gradient_joining import gradient_texts
 from reshard_mpi.planning.rank_plan import RankPlan, TensorPlan

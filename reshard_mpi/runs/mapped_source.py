@@ -14,11 +14,11 @@ from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import ShardStats, SourceCheckpoint
 from reshard_mpi.engine.first_difference import first_difference_of_tensors, value_at
-from reshard_mpi.engine.open_files import Files, OnBytes
+from reshard_mpi.engine.open_files import Files
 from reshard_mpi.errors import DisagreementError
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity
-from reshard_mpi.formats.protocol import Packed, Part, SameParts
+from reshard_mpi.formats.protocol import OnBytes, Packed, Part, SameParts
 from reshard_mpi.mapping.companions import notes_on_dequantized
 from reshard_mpi.mapping.result import ConstantTensor, DerivedTensor, parts_of
 from reshard_mpi.mapping.selection import is_chosen

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reshard_mpi.checkpoints.opening import chosen_files
 from reshard_mpi.checkpoints.shard_files import ShardFiles
-from reshard_mpi.engine.checksums import ContiguousPart, Span, crc_of_contiguous, crc_of_pieces, sum_of_contiguous
+from reshard_mpi.engine.checksums import ContiguousPart, crc_of_contiguous, crc_of_pieces, sum_of_contiguous
 from reshard_mpi.errors import DisagreementError, ReshardError, ShardError, UsageError
 from reshard_mpi.filesystem.source_files import exists, is_file
-from reshard_mpi.formats.locations import ByteRange, paths_of
+from reshard_mpi.formats.locations import ByteRange, Span, paths_of
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.journal.record_finder import RecordFinder, fits_record, folder_of_records, run_of
 from reshard_mpi.journal.run_records import CHOSEN, CommitRecord, RunIdentity, joined_words

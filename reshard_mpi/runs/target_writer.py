@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard_mpi import formats
 from reshard_mpi.engine.open_files import Staging, sync_and_drop_cache
-from reshard_mpi.engine.shard_transfer import Span, is_transposed, last_of, write_shard
+from reshard_mpi.engine.shard_transfer import is_transposed, last_of, write_shard
 from reshard_mpi.errors import ShardError, TransformError, told
 from reshard_mpi.filesystem.paths import is_object_path
 from reshard_mpi.filesystem.source_files import SourceFile
+from reshard_mpi.formats.locations import Span
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import Format
 from reshard_mpi.formats.structure import digest_besides

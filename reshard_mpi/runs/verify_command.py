@@ -16,13 +16,13 @@ from reshard_mpi.checkpoints.opening import open_source, require_same_choice
 from reshard_mpi.checkpoints.shard_opener import ShardShare
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint
 from reshard_mpi.engine.first_difference import difference_from_source
-from reshard_mpi.engine.open_files import Files, OnBytes
+from reshard_mpi.engine.open_files import Files
 from reshard_mpi.errors import DamageError, ReshardError, SourceError, as_reshard_error
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.filesystem.paths import require_reachable
 from reshard_mpi.formats.manifest import NEST, Manifest
 from reshard_mpi.formats.nest.nodes import agree
-from reshard_mpi.formats.protocol import Packed
+from reshard_mpi.formats.protocol import OnBytes, Packed
 from reshard_mpi.journal.record_files import COMMIT_RECORD
 from reshard_mpi.journal.record_finder import RecordFinder, damage_besides, modified_shards, type_and_shape
 from reshard_mpi.planning.gradient_joining import notes_on

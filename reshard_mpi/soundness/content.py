@@ -8,18 +8,17 @@ only where there are any. Blocks are so small that they stay in the processor's 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from zlib_ng.zlib_ng import crc32
 
-from reshard_mpi.engine.elements import convert_elements
-from reshard_mpi.engine.open_files import Files, OnBytes
+from reshard_mpi.engine.elements import Array, convert_elements
+from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import fill
 from reshard_mpi.formats.dtypes import BY_NAME, DType, to_numpy
+from reshard_mpi.formats.protocol import OnBytes
 from reshard_mpi.planning.rank_plan import Limits, TensorPlan, meeting
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 # Elements of a block: 128 KiB of float32, and twice as much as float64.
 _BLOCK = 1 << 15

@@ -26,10 +26,9 @@ from reshard_mpi.filesystem.source_files import exists, first_bytes, is_file, is
 from reshard_mpi.mapping.tensor_kinds import TensorKind, kind_of
 from reshard_mpi.processes.imports import fresh_interpreter, import_environment
 from reshard_mpi.quantization.weights import SCHEME_TEXT, QuantizedWeights
+from reshard_mpi.sharding.placement import Shape
 from reshard_mpi.soundness.findings import Finding, FindingKind
 from reshard_mpi.text import one_line
-
-Shape = tuple[int, ...]
 
 _CONFIG = "config.json"
 _PROGRAM = "from reshard_mpi.soundness.definition import print_tensors; print_tensors()"

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from reshard_mpi.engine.elements import convert_elements, raw_dtype
-from reshard_mpi.engine.open_files import Files, OnBytes
+from reshard_mpi.engine.open_files import Files
 from reshard_mpi.engine.read import fill
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME, numbers
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest.nodes import UNREADABLE, NestError
 from reshard_mpi.formats.nest.rebuild_tree import leaves, values_beside
+from reshard_mpi.formats.protocol import OnBytes
 from reshard_mpi.mapping.numbered_state import WRAPPERS, Training, state_of, training_in
 from reshard_mpi.mapping.optimizers import optimizers_in_nest
 from reshard_mpi.mapping.tensor_kinds import TensorKind, ends_of, kin_of, kind_of, parted_anywhere
@@ -31,8 +32,6 @@ from reshard_mpi.soundness.audited_checkpoint import AuditedCheckpoint
 from reshard_mpi.soundness.content import TensorContent
 from reshard_mpi.soundness.findings import Finding, FindingKind
 from reshard_mpi.text import shortened
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 # Words for what has the shape of its parameter; others may be factors of it, or of one element.
 _AS_LARGE = frozenset(

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Self
 
 from reshard_mpi.processes import governor as governing
-from reshard_mpi.processes.governor import Allowance, Governor, Say, open_governor
+from reshard_mpi.processes.governor import Allowance, Governor, open_governor
+from reshard_mpi.text import Say
 
 TIMEOUT_SECONDS = 300.0
 

@@ -22,6 +22,7 @@ from reshard_mpi.formats.dcp.file_layout import ItemLayout, tensors_in, tree_of
 from reshard_mpi.formats.dcp.items import Common, LocatedFile, MisfitError, WantedItem, locate_items, named
 from reshard_mpi.formats.dcp.metadata import INDEX, Metadata, without_flat_state
 from reshard_mpi.formats.dcp.metadata_writer import Entry, entries_of, index_contents
+from reshard_mpi.formats.locations import Span
 from reshard_mpi.formats.manifest import Manifest, ShardSpec, Specs
 from reshard_mpi.formats.nest import flatten_tree, nodes
 from reshard_mpi.formats.nest.nodes import NestTensor, Value
@@ -338,7 +339,7 @@ def read_items(path: str, layouts: Callable[[TensorTable], LayoutOf]) -> file_la
         tensors, end = own_footer.tensors, 0
         layout_of = layouts(tensors)
         items = [layout_of(*named) for named in zip(tensors, tensors.kind_ids)]
-        spans, parts = list[structure.Span](), list[bytes]()
+        spans, parts = list[Span](), list[bytes]()
         for start, item in zip(tensors.offsets, items):
             head_start, tail_start = start - len(item.head), start + item.payload_bytes
             if head_start < end or tail_start + len(item.tail) > own_footer.end:
