@@ -6,7 +6,7 @@ working. (Where MindSpore raises NotADirectoryError, this is a TargetError.)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from reshard_mpi.text import beginning, lines, one_line
 
@@ -37,11 +37,20 @@ class ReshardError(Exception):
         parts = (("expected", self.expected), ("got", self.got), ("where", self.where), ("what to do", self.remedy))
         return "\n".join([problem, *(f"  {label}: {one_line(text)}" for label, text in parts if text)])
 
+    @property
+    def parts(self) -> tuple[str, str, str, str, str]:
+        """All that it says, from which `of_parts` makes another one."""
+        return self.problem, self.expected, self.got, self.where, self.remedy
+
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.problem, self.expected, self.got, self.where, self.remedy)
+        return of_parts, (type(self), *self.parts)
 
 
-def _rebuild(kind: type[ReshardError], problem: str, expected: str, got: str, where: str, remedy: str) -> ReshardError:
+E = TypeVar("E", bound=ReshardError)
+
+
+def of_parts(kind: type[E], problem: str, expected: str, got: str, where: str, remedy: str) -> E:
+    """Return an error of this kind that says what another one says."""
     return kind(problem, expected=expected, got=got, where=where, remedy=remedy)
 
 

@@ -15,7 +15,7 @@ from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint
 from reshard_mpi.engine.checksums import Shown, sum_shard, sum_tensors, takes_numpy
 from reshard_mpi.engine.first_difference import where_it_differs
-from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, ShardError, as_reshard_error
+from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, ShardError, as_reshard_error, of_parts
 from reshard_mpi.filesystem.paths import absolute_path, rank_of_folder, real_path
 from reshard_mpi.filesystem.source_files import exists, is_folder, is_taken, version_of
 from reshard_mpi.formats.locations import Span
@@ -208,12 +208,7 @@ def damage_before_indexes(files: ShardFiles) -> Iterator[DamageError]:
             try:
                 formats.by_name(part.format).check_crc(str(path))
             except ShardError as error:
-                yield _as_damage(error)
-
-
-def _as_damage(error: ReshardError) -> DamageError:
-    expected, got, where = error.expected, error.got, error.where
-    return DamageError(error.problem, expected=expected, got=got, where=where, remedy=error.remedy)
+                yield of_parts(DamageError, *error.parts)
 
 
 def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool) -> Iterator[DamageError]:
@@ -247,7 +242,7 @@ def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool
     try:
         run = require_one_run(files.by_target_rank, files.path)
     except DisagreementError as error:
-        yield _as_damage(error)
+        yield of_parts(DamageError, *error.parts)
         return
     # Not if it is a file or the folder of a rank by itself.
     whole = resolved(folder)
@@ -419,8 +414,7 @@ def damage_of(
         except DAMAGE as error:
             return as_reshard_error(error, Path(files.by_rank[own_rank][0]))
         for first in damage:  # which refuses the run, if no other shard holds the same
-            said = {name: getattr(first, name) for name in ("expected", "got", "where", "remedy")}
-            return ShardError(first.problem, **said)
+            return of_parts(ShardError, *first.parts)
     if not is_read:
         return None
     counter = SliceCounter(progress.moved, size_bytes)

@@ -16,7 +16,7 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from reshard_mpi.errors import ShardError
+from reshard_mpi.errors import ShardError, of_parts
 from reshard_mpi.filesystem.paths import absolute_path
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.hdf5 import native_shard
@@ -200,7 +200,7 @@ os.register_at_fork(after_in_child=_keeper.__init__)  # type: ignore[misc]
 def _ask(request: list[Any], where: str, payload: memoryview | None) -> Any:
     kind, value = _keeper.ask(request, where, payload)
     if kind == "error":
-        raise to_error(value)
+        raise of_parts(ShardError, *value)
     if kind == "memory":
         raise ShardError(
             "an HDF5 file takes too much memory to read",
@@ -310,12 +310,3 @@ def _to_source(path: str, size_bytes: int, dtype_name: str, source: list[Any]) -
     version, route, swapped, chunk, decoding_bytes, kept_bytes = source
     decode = partial(read, path, tuple(version), tuple(route), dtype_name, swapped, tuple(chunk))
     return LibraryRead(path, decode, tuple(chunk), int(decoding_bytes), int(kept_bytes))
-
-
-def from_error(error: ShardError) -> list[str]:
-    return [error.problem, error.expected, error.got, error.where, error.remedy]
-
-
-def to_error(values: list[str]) -> ShardError:
-    problem, expected, got, where, remedy = values
-    return ShardError(problem, expected=expected, got=got, where=where, remedy=remedy)

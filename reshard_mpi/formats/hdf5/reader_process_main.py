@@ -61,7 +61,7 @@ def main(requests: int, replies: int) -> None:
             kind, *arguments = request
             reply, payload = _ANSWERS[kind](limits, *arguments)
         except ShardError as error:
-            reply = ["error", reader_process.from_error(error)]
+            reply = ["error", error.parts]
         except MemoryError:
             reply = ["memory", None]
         limits.release()
