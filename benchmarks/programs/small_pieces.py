@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from reshard_mpi.engine.shard_transfer import last_of, write_shard
+from reshard_mpi.engine.shard_transfer import OpenTarget, last_of, write_shard
 from reshard_mpi.formats import ckpt
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.manifest import ShardIdentity, ShardSpec, Specs
@@ -33,7 +33,7 @@ def main() -> None:
     plan = RankPlan(0, 0, spec.identity, tensors, {}, (), (), (), (), frozenset())
     descriptor = os.open(target.path, os.O_RDWR)
     begin = time.process_time()
-    last_of(write_shard(plan, target, descriptor, span=None, limits=LIMITS, on_bytes=lambda _: None))
+    last_of(write_shard(OpenTarget(plan, target, descriptor), limits=LIMITS, on_bytes=lambda _: None))
     print(json.dumps({"seconds": time.process_time() - begin}))
     for path in (source.path, target.path):
         Path(path).unlink()

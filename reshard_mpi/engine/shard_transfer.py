@@ -55,24 +55,33 @@ _INTERLEAVED_BYTES = 4 * MIB
 FillBlock = Callable[[ReadItem, Box, memoryview], None]
 
 
+class OpenTarget(NamedTuple):
+    """A shard file whose space is reserved: it has everything but the payloads.
+
+    Attributes:
+        descriptor: of the file, open for reading and writing.
+        span: only this range of the file is filled, while other processes fill the rest; None: all of it.
+    """
+
+    plan: RankPlan
+    manifest: Manifest
+    descriptor: int
+    span: Span | None = None
+
+
 def write_shard(
-    plan: RankPlan,
-    target: Manifest,
-    descriptor: int,
+    target: OpenTarget,
     *,
-    span: Span | None,
     limits: Limits,
     on_bytes: OnBytes,
     staging: Staging | None = None,
     ahead: ReadAhead | None = None,
 ) -> Generator[float, None, Traffic]:
-    """Write every tensor of `plan` to the ranges that `target` reserved; several targets may take turns.
+    """Write every tensor of a target to the ranges that are reserved for it; several targets may take turns.
 
     Yields after each step the share of the target that is written; returns how many bytes were moved.
 
     Args:
-        descriptor: of the target file, open for reading and writing.
-        span: write only this range of the file, while other processes write the rest; None: all of it.
         on_bytes: called with the number of target bytes just written.
         staging: told which parts of the file are complete, where it is sent to a store meanwhile.
         ahead: has fetched what is read from an object store.
@@ -80,19 +89,20 @@ def write_shard(
     Raises ShardError if a source cannot be read, OSError if the target cannot be written.
     """
     buffer = memoryview(bytearray(limits.buffer_bytes))
+    plan, manifest, descriptor, span = target
     tensors, whole_bytes = plan.tensors, max(1, plan.written_bytes)
     with Files(on_bytes, descriptor, staging=staging, ahead=ahead) as files:
-        batches = _batches(tensors, target, span, limits)
+        batches = _batches(tensors, manifest, span, limits)
         for first, last, is_small in batches.stretches() if batches else [(0, len(tensors), False)]:
             if batches and is_small:
                 for low, high in batches.move(files, first, last, buffer):
                     moved = (tensors[number] for number in range(low, high) if staging is not None)
-                    for part in parts_within(moved, target, span):
+                    for part in parts_within(moved, manifest, span):
                         _finish(files, part)
                     yield files.traffic.written_bytes / whole_bytes
             else:
                 stretch = (tensors[number] for number in range(first, last))
-                for _ in _write_each(files, parts_within(stretch, target, span), target, buffer, limits):
+                for _ in _write_each(files, parts_within(stretch, manifest, span), manifest, buffer, limits):
                     yield files.traffic.written_bytes / whole_bytes
         return files.traffic
 

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from reshard_mpi.engine.open_files import Staging
 from reshard_mpi.engine.read import Stream, byte_runs
-from reshard_mpi.engine.shard_transfer import WrittenPart, is_copied, parts_within
+from reshard_mpi.engine.shard_transfer import OpenTarget, WrittenPart, is_copied, parts_within
 from reshard_mpi.filesystem.object_files import BLOCK_BYTES
 from reshard_mpi.filesystem.paths import is_object_path
 from reshard_mpi.filesystem.read_ahead import ReadAhead
-from reshard_mpi.formats.locations import ByteRanges, Span
+from reshard_mpi.formats.locations import ByteRanges
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.planning.rank_plan import Limits, PlannedTensors, ReadItem, TensorPlan
 from reshard_mpi.text import GIB, KIB, MIB
@@ -42,15 +42,6 @@ _MOST_SENT_RUNS, _MOST_STATES = 3, 8
 SourceRange = tuple[str, int, int]
 
 
-class _FilledTarget(NamedTuple):
-    """A target file that is filled (see `SharedReading.add`)."""
-
-    tensors: PlannedTensors
-    manifest: Manifest
-    span: Span | None
-    staging: Staging | None
-
-
 class SharedReading:
     """Fetches what targets are made of that are filled side by side; what several of them need, once.
 
@@ -60,18 +51,16 @@ class SharedReading:
 
     def __init__(self, limits: Limits) -> None:
         self._turn_bytes = limits.buffer_bytes
-        self._targets: list[_FilledTarget] = []
+        self._targets: list[tuple[OpenTarget, Staging | None]] = []
         self._ahead: ReadAhead | None = None
 
-    def add(self, tensors: PlannedTensors, manifest: Manifest, span: Span | None, staging: Staging | None) -> None:
+    def add(self, target: OpenTarget, staging: Staging | None) -> None:
         """Add a target before any is filled.
 
         Args:
-            manifest: of its file.
-            span: the range of the file that is written; None: all of it.
             staging: says which bytes of the file a store copies by itself, so that they are not read.
         """
-        self._targets.append(_FilledTarget(tensors, manifest, span, staging))
+        self._targets.append((target, staging))
 
     @property
     def ahead(self) -> ReadAhead:
@@ -86,7 +75,7 @@ class SharedReading:
             self._ahead.close()
 
 
-def _source_ranges(targets: Iterable[_FilledTarget], turn_bytes: int) -> Iterator[SourceRange]:
+def _source_ranges(targets: Iterable[tuple[OpenTarget, Staging | None]], turn_bytes: int) -> Iterator[SourceRange]:
     """Yield ranges of source files in the order in which they are read; some bytes between them are not.
 
     Targets take turns: the next one is that of the target with the smallest share filled, as where they are filled.
@@ -94,21 +83,22 @@ def _source_ranges(targets: Iterable[_FilledTarget], turn_bytes: int) -> Iterato
     Args:
         turn_bytes: of a target tensor, what its sources are asked for in turn.
     """
-    turns = (_turns(target, number, turn_bytes) for number, target in enumerate(targets))
+    turns = (_turns(*target, number, turn_bytes) for number, target in enumerate(targets))
     for _, _, ranges in heapq.merge(*turns, key=itemgetter(0, 1)):
         yield from ranges
 
 
-def _turns(target: _FilledTarget, number: int, turn_bytes: int) -> Iterator[tuple[float, int, list[SourceRange]]]:
+def _turns(
+    target: OpenTarget, staging: Staging | None, number: int, turn_bytes: int
+) -> Iterator[tuple[float, int, list[SourceRange]]]:
     """Yield for each step of a target the share that is filled before, its number, and the ranges that it needs."""
-    size_bytes = max(1, sum(len(group.names) * group.kind.size_bytes for group in target.tensors.groups))
-    done_bytes = 0
-    for filled in parts_within(target.tensors, target.manifest, target.span):
+    size_bytes, done_bytes = max(1, target.plan.written_bytes), 0
+    for filled in parts_within(target.plan.tensors, target.manifest, target.span):
         tensor, (first, last) = filled.tensor, filled.span
         box, itemsize = tensor.spec.box, tensor.spec.dtype.itemsize_bytes
         for block in box.blocks(max(1, turn_bytes // itemsize), first // itemsize, -(-last // itemsize)):
             parts = filter(None, (item.meeting(block) for item in tensor.reads))
-            ranges = (_ranges_of(part, filled, target.staging) for part in parts)
+            ranges = (_ranges_of(part, filled, staging) for part in parts)
             yield done_bytes / size_bytes, number, list(chain.from_iterable(ranges))
             done_bytes += block.size * itemsize
 

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from reshard_mpi import formats
 from reshard_mpi.engine.open_files import Staging, sync_and_drop_cache
-from reshard_mpi.engine.shard_transfer import is_transposed, last_of, write_shard
+from reshard_mpi.engine.shard_transfer import OpenTarget, is_transposed, last_of, write_shard
 from reshard_mpi.errors import ShardError, TransformError, told
 from reshard_mpi.filesystem.paths import is_object_path
 from reshard_mpi.filesystem.source_files import SourceFile
-from reshard_mpi.formats.locations import Span
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import Format
 from reshard_mpi.formats.structure import digest_besides
@@ -51,15 +50,6 @@ def _not_as_meant(path: str, got: str) -> TransformError:
         where=path,
         remedy="look for a failing disk or memory, and run the same command with --resume",
     )
-
-
-class OpenTarget(NamedTuple):
-    """A target whose file is there, with everything but the payloads."""
-
-    plan: RankPlan
-    manifest: Manifest
-    descriptor: int  # of the file
-    span: Span | None  # the range of it that this process fills; None: all of it
 
 
 class SliceReport(NamedTuple):
@@ -152,9 +142,9 @@ class Writer:
             sums_in_store = self._plans.recorded_sums
             recorded = [] if sums_in_store is None else sums_in_store.tensors(plan.tensors, manifest)
             staging = self._staged(publication, plan, manifest, recorded)
-            opened = OpenTarget(plan, manifest, publication.descriptor, None)
+            opened = OpenTarget(plan, manifest, publication.descriptor)
             if reading is not None:
-                reading.add(plan.tensors, manifest, None, staging)
+                reading.add(opened, staging)
             yield 0.0
             filled = yield from self._fill(opened, staging, reading)
             sums: tuple[TensorSum, ...] = ()
@@ -168,24 +158,16 @@ class Writer:
         """Fill a span of a file that other processes fill too."""
         with self._reading() as reading:
             if reading is not None:
-                reading.add(opened.plan.tensors, opened.manifest, opened.span, None)
+                reading.add(opened, None)
             return last_of(self._fill(opened, None, reading))
 
     def _fill(
         self, opened: OpenTarget, staging: Staging | None, reading: SharedReading | None
     ) -> Generator[float, None, SliceReport]:
         """Write the payloads of a target; yield after each step the share that is written."""
-        begin, (plan, manifest, descriptor, span) = time.monotonic(), opened
-        traffic = yield from write_shard(
-            plan,
-            manifest,
-            descriptor,
-            span=span,
-            limits=self._limits,
-            on_bytes=self._progress.moved,
-            staging=staging,
-            ahead=None if reading is None else reading.ahead,
-        )
+        begin, plan, ahead = time.monotonic(), opened.plan, None if reading is None else reading.ahead
+        moved = self._progress.moved
+        traffic = yield from write_shard(opened, limits=self._limits, on_bytes=moved, staging=staging, ahead=ahead)
         seconds = time.monotonic() - begin
         overflows = tuple(
             Overflow(spec.name, spec.dtype.name, traffic.overflows[spec.name])

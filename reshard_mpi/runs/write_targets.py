@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from reshard_mpi.engine.shard_transfer import OpenTarget
 from reshard_mpi.errors import DisagreementError, TransformError
 from reshard_mpi.filesystem.folders import FileIdentity
 from reshard_mpi.formats.manifest import Manifest
@@ -22,7 +23,7 @@ from reshard_mpi.processes.comm import Comm
 from reshard_mpi.runs.outcome import Failure, Outcome, merge, report_of
 from reshard_mpi.runs.scheduling import TargetSlice
 from reshard_mpi.runs.target_plans import TargetPlans
-from reshard_mpi.runs.target_writer import OpenTarget, SliceReport, Writer
+from reshard_mpi.runs.target_writer import SliceReport, Writer
 
 
 def write_targets(plans: TargetPlans) -> Outcome:

@@ -16,7 +16,7 @@ from support.finals import Finals
 from support.float_oracle import became
 
 from reshard_mpi.engine import batches, shard_transfer
-from reshard_mpi.engine.shard_transfer import last_of, write_shard
+from reshard_mpi.engine.shard_transfer import OpenTarget, last_of, write_shard
 from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.locations import ByteRange, ByteRanges
 from reshard_mpi.formats.manifest import Manifest, ShardIdentity
@@ -141,11 +141,8 @@ def test_what_is_moved_many_at_a_time(data: st.DataObject) -> None:
         try:
             for span in data.draw(st.permutations(spans)):
                 plan, target = made.plan, made.target
-                traffic = last_of(
-                    write_shard(
-                        plan, target, descriptor, span=span, limits=limits, on_bytes=moved.append, staging=finals
-                    )
-                )
+                opened = OpenTarget(plan, target, descriptor, span)
+                traffic = last_of(write_shard(opened, limits=limits, on_bytes=moved.append, staging=finals))
                 for name, count in traffic.overflows.items():
                     overflows[name] = overflows.get(name, 0) + count
         finally:
@@ -179,11 +176,8 @@ def test_a_source_that_has_become_shorter_is_named(tmp_path: Path) -> None:
     try:
         with pytest.raises(ShardError, match="shorter") as caught:
             manifest = Manifest(str(tmp_path / "t"), "none", target)
-            last_of(
-                write_shard(
-                    plan, manifest, descriptor, span=None, limits=Limits(1 << 21, 1 << 24), on_bytes=lambda _: None
-                )
-            )
+            opened = OpenTarget(plan, manifest, descriptor)
+            last_of(write_shard(opened, limits=Limits(1 << 21, 1 << 24), on_bytes=lambda _: None))
     finally:
         os.close(descriptor)
     assert str(tmp_path / "s") in str(caught.value)

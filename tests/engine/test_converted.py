@@ -18,7 +18,7 @@ from reshard_mpi.engine.elements import convert_elements
 from reshard_mpi.engine.first_difference import place_of
 from reshard_mpi.engine.open_files import Traffic
 from reshard_mpi.engine.read import takes_numpy
-from reshard_mpi.engine.shard_transfer import last_of, write_shard
+from reshard_mpi.engine.shard_transfer import OpenTarget, last_of, write_shard
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead
@@ -55,7 +55,8 @@ def reserved(path: Path, *specs: TensorSpec, gap: int = 0) -> Manifest:
 def fill(plan: RankPlan, target: Manifest, span: tuple[int, int] | None = None, limits: Limits = LIMITS) -> Traffic:
     descriptor = os.open(target.path, os.O_RDWR)
     try:
-        return last_of(write_shard(plan, target, descriptor, span=span, limits=limits, on_bytes=lambda _: None))
+        opened = OpenTarget(plan, target, descriptor, span)
+        return last_of(write_shard(opened, limits=limits, on_bytes=lambda _: None))
     finally:
         os.close(descriptor)
 

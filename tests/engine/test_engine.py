@@ -25,7 +25,7 @@ from reshard_mpi.engine import read as engine_read
 from reshard_mpi.engine.checksums import sum_shard
 from reshard_mpi.engine.first_difference import first_difference, first_difference_of_tensors
 from reshard_mpi.engine.open_files import ByteRuns, Files, Traffic
-from reshard_mpi.engine.shard_transfer import last_of, write_shard
+from reshard_mpi.engine.shard_transfer import OpenTarget, last_of, write_shard
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.dtypes import BY_NAME, FLOATS, DType
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, LibraryRead, StridedView
@@ -226,10 +226,10 @@ def _cut(array: np.ndarray, box: Box) -> np.ndarray:
     return np.array(array[_slices(box)], order="C")
 
 
-def write(plan: RankPlan, target: Manifest, **settings: Any) -> Traffic:
+def write(plan: RankPlan, target: Manifest, span: tuple[int, int] | None, **settings: Any) -> Traffic:
     descriptor = os.open(target.path, os.O_WRONLY | os.O_CREAT)
     try:
-        return last_of(write_shard(plan, target, descriptor, **settings))
+        return last_of(write_shard(OpenTarget(plan, target, descriptor, span), **settings))
     finally:
         os.close(descriptor)
 

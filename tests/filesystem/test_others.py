@@ -122,9 +122,10 @@ from reshard_mpi.runs import target_writer
 
 write = target_writer.write_shard
 
-def swap(plan, manifest, descriptor, **more):
+def swap(target, **more):
+    manifest = target.manifest
     {before}
-    written = yield from write(plan, manifest, descriptor, **more)
+    written = yield from write(target, **more)
     {after}
     return written
 target_writer.write_shard = swap

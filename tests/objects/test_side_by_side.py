@@ -44,11 +44,11 @@ def test_a_target_that_fails_leaves_the_others_alone(
     """Before it has written anything, or when all have written a part; a later run makes it."""
     fill = target_writer.write_shard
 
-    def spoiled(plan: Any, *more: Any, **by_name: Any) -> Generator[float, None, Any]:
-        steps = fill(plan, *more, **by_name)
-        for _ in range(step if plan.target_rank == 2 else 0):
+    def spoiled(target: Any, **by_name: Any) -> Generator[float, None, Any]:
+        steps = fill(target, **by_name)
+        for _ in range(step if target.plan.target_rank == 2 else 0):
             yield next(steps)
-        if plan.target_rank == 2:
+        if target.plan.target_rank == 2:
             raise OSError(5, "a disk", "target 2")
         return (yield from steps)
 
@@ -69,10 +69,10 @@ def test_a_signal_ends_all(local: LocalObjects, monkeypatch: pytest.MonkeyPatch)
     """Nothing half-written stays under any name, and the same command goes on."""
     fill = target_writer.write_shard
 
-    def stopped(plan: Any, *more: Any, **by_name: Any) -> Generator[float, None, Any]:
-        steps = fill(plan, *more, **by_name)
+    def stopped(target: Any, **by_name: Any) -> Generator[float, None, Any]:
+        steps = fill(target, **by_name)
         yield next(steps)
-        if plan.target_rank == 1:
+        if target.plan.target_rank == 1:
             raise KeyboardInterrupt
         return (yield from steps)
 

@@ -60,9 +60,9 @@ open_files.Files.window = window
 
 # The same, with nothing to bound what is mapped at once.
 _UNBOUNDED = """
-def unbounded(plan, manifest, descriptor, **more):
+def unbounded(target, **more):
     limits = Limits(buffer_bytes=1 << 31, window_bytes=1 << 31)
-    return fill(plan, manifest, descriptor, **{**more, "limits": limits})
+    return fill(target, **{**more, "limits": limits})
 
 target_writer.write_shard = unbounded
 """

@@ -147,9 +147,9 @@ def test_a_source_that_is_saved_over_while_it_is_read(
 ) -> None:
     fill = target_writer.write_shard
 
-    def save_over(plan, *arguments, **by_name):
-        filled = yield from fill(plan, *arguments, **by_name)
-        if plan.target_rank == 1:
+    def save_over(target, **by_name):
+        filled = yield from fill(target, **by_name)
+        if target.plan.target_rank == 1:
             later(c, 3)
         return filled
 
@@ -191,10 +191,10 @@ def test_what_only_a_look_at_the_same_way_and_time_shows(
     c = original.but(src=tmp_path / "latest")
     fill = target_writer.write_shard
 
-    def change_then_fill(plan, *arguments, **by_name):
-        if plan.target_rank == 1:
+    def change_then_fill(target, **by_name):
+        if target.plan.target_rank == 1:
             change(c)
-        return fill(plan, *arguments, **by_name)
+        return fill(target, **by_name)
 
     monkeypatch.setattr(target_writer, "write_shard", change_then_fill)
     message = said_by(c, journal=journal)
@@ -428,11 +428,11 @@ def test_a_source_that_is_written_to_and_then_taken_away_while_it_is_read(
 ) -> None:
     fill = target_writer.write_shard
 
-    def change_fill_and_take_away(plan, *arguments, **by_name):
-        if plan.target_rank != 1:
-            return (yield from fill(plan, *arguments, **by_name))
+    def change_fill_and_take_away(target, **by_name):
+        if target.plan.target_rank != 1:
+            return (yield from fill(target, **by_name))
         in_place(c)
-        filled = yield from fill(plan, *arguments, **by_name)
+        filled = yield from fill(target, **by_name)
         c.src.rename(c.folder / "elsewhere")
         return filled
 

@@ -151,8 +151,8 @@ def test_a_comparison(c: Conversion) -> None:
 
 def test_a_target_that_fails_is_not_counted_as_complete(c: Conversion, monkeypatch: pytest.MonkeyPatch) -> None:
 
-    def fail(plan: Any, *_: Any, **by_name: Any) -> Any:
-        raise OSError(5, "a disk", str(plan.target_rank))
+    def fail(target: Any, **by_name: Any) -> Any:
+        raise OSError(5, "a disk", str(target.plan.target_rank))
 
     monkeypatch.setattr(target_writer, "write_shard", fail)
     counting = Counting()

@@ -49,7 +49,7 @@ from reshard_mpi.planning.rank_plan import Limits
 from reshard_mpi.filesystem.folders import Folder
 from reshard_mpi.journal.publication import Publication
 from reshard_mpi import formats
-from reshard_mpi.engine.shard_transfer import last_of, write_shard
+from reshard_mpi.engine.shard_transfer import OpenTarget, last_of, write_shard
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.source import SourceCheckpoint
 
@@ -61,7 +61,7 @@ planner.limits = limits
 with Folder.open(Path(target).parent) as folder, Publication(folder, Path(target).name) as publication:
     plan, module, descriptor = planner.plan(1), formats.by_name("ckpt"), publication.descriptor
     manifest = module.reserve(descriptor, str(publication.partial), plan.shard)
-    last_of(write_shard(plan, manifest, descriptor, span=None, limits=limits, on_bytes=lambda _: None))
+    last_of(write_shard(OpenTarget(plan, manifest, descriptor), limits=limits, on_bytes=lambda _: None))
     module.seal(descriptor, manifest.path)
     publication.publish()
 """

@@ -16,8 +16,9 @@ division.CUT_BYTES = 16  # so that the small files here are filled by several pr
 
 fill = target_writer.write_shard
 
-def stand_in(plan, manifest, descriptor, *, span, **more):
-    filled = yield from fill(plan, manifest, descriptor, span=span, **more)
+def stand_in(target, **more):
+    filled = yield from fill(target, **more)
+    plan, manifest, descriptor, span = target
     if {when}:
         {do}
     return filled
