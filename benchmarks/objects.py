@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 _LONG_MIB = (16, 16, 24)  # slices of one rank of 8
 _FORMATS = ("safetensors", "hdf5", "torch", "ckpt", "dcp")
+_COPIED_FORMATS = ("safetensors", "hdf5", "ckpt")
 _TENSORS = 217
 _LOOK_SECONDS = 0.005
 
@@ -172,7 +173,7 @@ def _transform(made: Checkpoint, source: str, target: str, *options: str, as_bef
 
 def _copied(at: _Place) -> Iterator[Figured]:
     """Reshard 8 ranks into 4 inside the store, each tensor cut along rows: slices that the store can copy."""
-    for kind in ("safetensors", "hdf5", "ckpt"):
+    for kind in _COPIED_FORMATS:
         made = _long_slices(at, kind)
         source = at.sent(made)
         at.proxy.forget()

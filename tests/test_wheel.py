@@ -80,7 +80,7 @@ def test_installed_alone_it_works(built: Built, tmp_path: Path, python: str) -> 
     assert "slices are bit-exact" in said("demo", "demo")
     assert "torch-mindspore" in said("help", "maps") and "maps" in said("help")
     assert "8 ranks" in said("inspect", "demo/src") and "[mesh]" in said("inspect", "demo/src_strategy.ckpt", "--toml")
-    for form in ("hdf5", "safetensors", "hf", "torch", "dcp"):
+    for form in ("hdf5", "torch"):  # what is installed is all that lies in the folder, by the test above
         said("transform", "demo/src", form, "--to", form, "--src-strategy", "demo/src_strategy.ckpt", "--verify")
     assert ": the same" in said("diff", "hdf5", "torch")
 

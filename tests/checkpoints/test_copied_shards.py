@@ -12,7 +12,7 @@ import pytest
 from support import torch_peer
 from support.checkpoints import as_torch_writes, copied_in_order, flip_bits, sample, write_ranks
 from support.command_line import run_here
-from support.examples import few, one_at_a_time
+from support.examples import few, few_cases, one_at_a_time
 from support.torch_runs import tree_of
 
 import reshard_mpi
@@ -217,10 +217,13 @@ def test_a_copy_without_times_over_a_later_run_that_stops_half_way(tmp_path: Pat
     assert is_refused_by_commit_and_resume(new, tmp_path / "ours_src", form)
 
 
-@pytest.mark.parametrize(
-    ("option", "has_times"), few(1, [("", False), ("--verify", True), ("--strict", False), ("", True)])
+@few_cases(
+    4,
+    ("order", "option", "has_times"),
+    [(order, "", False) for order in ("by name", "index first", "records and index first", "targets first")]
+    + [(order, "--verify", True) for order in ("by name", "index first", "records and index first", "targets first")]
+    + [("index first", "--strict", False), ("index first", "", True)],
 )
-@pytest.mark.parametrize("order", ["by name", "index first", "records and index first", "targets first"])
 def test_settings_of_one_save_are_not_read_with_tensors_of_another(
     tmp_path: Path, order: str, option: str, has_times: bool
 ) -> None:
@@ -330,8 +333,7 @@ def to_cut(folder: Path, rule: str = "*") -> np.ndarray:
     return values
 
 
-@pytest.mark.parametrize("kind", few(1, ["safetensors", "torch", "ckpt"]))
-@pytest.mark.parametrize("rule", few(1, ["*.w", "*"]))
+@pytest.mark.parametrize(("kind", "rule"), few(1, one_at_a_time(["safetensors", "torch", "ckpt"], ["*.w", "*"])))
 def test_a_strategy_that_the_records_contradict_is_refused(tmp_path: Path, kind: str, rule: str) -> None:
     """Both fit the shards, and no sample can tell."""
     values = to_cut(tmp_path, rule)

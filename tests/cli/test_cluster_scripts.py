@@ -20,7 +20,7 @@ from support import deepspeed_peer, megatron_peer
 from support.cases import Side
 from support.checkpoints import read_shard
 from support.command_line import COMMAND, done
-from support.conversions import DST_LAYOUTS, Conversion, listing, make, of_every_kind, shards, write_conversion
+from support.conversions import DST_LAYOUTS, Conversion, listing, make, shards, write_conversion
 from support.oracle import RawLayout
 from support.processes import Finished, run_command
 
@@ -327,9 +327,9 @@ def test_part_i_of_as_many_parts_as_targets_is_target_rank_i(tmp_path: Path) -> 
         assert len(list(dst.dst.glob("rank_*/*"))) == sum(part < 6 for part in order)
 
 
-@of_every_kind
-def test_its_tasks_do_what_a_serial_run_does(tmp_path: Path, kind: str) -> None:
-    c = staged(tmp_path, kind)
+@pytest.mark.slow
+def test_its_tasks_do_what_a_serial_run_does(tmp_path: Path) -> None:
+    c = staged(tmp_path, "hdf5")
     c = c.but(dst=tmp_path / 'it\'s "out"')
     whole = c.but(dst=tmp_path / "whole")
     whole.done()
@@ -425,9 +425,9 @@ def test_a_map_that_comes_with_the_program_is_known_by_its_name(c: Conversion) -
     assert all("reshard_mpi" not in folder for folder in mounts_of(manifest))
 
 
-@of_every_kind
-def test_its_indexes_do_what_a_serial_run_does(tmp_path: Path, kind: str) -> None:
-    c = staged(tmp_path, kind)
+@pytest.mark.slow
+def test_its_indexes_do_what_a_serial_run_does(tmp_path: Path) -> None:
+    c = staged(tmp_path, "ckpt")
     c = c.but(dst=tmp_path / 'it\'s "out"')
     whole = c.but(dst=tmp_path / "whole")
     whole.done()

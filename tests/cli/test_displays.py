@@ -108,25 +108,22 @@ def test_details_of_every_rank(c: Conversion, mpi: MPI) -> None:
     assert sorted(targets) == ["target 0", "target 1"], finished
 
 
-@pytest.mark.slow
 def test_quiet(c: Conversion) -> None:
-    assert_quiet(c, "--quiet")
+    for command, options in (("transform", c.arguments()[1:]), *((each, compared(c)) for each in ("verify", "diff"))):
+        finished = done(command, *options, "--quiet", "--jobs", "1")
+        assert (finished.out, finished.err) == ("", ""), finished
 
 
 @by_one_mpi
 def test_quiet_ranks(c: Conversion, mpi: MPI) -> None:
-    assert_quiet(c, "-q", mpi=mpi)
-
-
-def assert_quiet(c: Conversion, quiet: str, mpi: MPI | None = None) -> None:
-    strategies = c.arguments()[3:7]
-    for command in (
-        c.arguments("transform", quiet),
-        ["verify", str(c.src), str(c.dst), *strategies, quiet],
-        ["diff", str(c.src), str(c.dst), *strategies, quiet],
-    ):
-        finished = run_apart(*command, mpi=mpi)
+    for arguments in (c.arguments("transform", "-q"), ["verify", *compared(c), "-q"]):
+        finished = run_apart(*arguments, mpi=mpi)
         assert (finished.code, finished.out, finished.err) == (0, "", ""), finished
+
+
+def compared(c: Conversion) -> list[str]:
+    """Return what is given to a command that compares targets with their source."""
+    return [str(c.src), str(c.dst), *c.arguments()[3:7]]
 
 
 def test_errors_are_told_to_the_quiet_too(tmp_path: Path) -> None:

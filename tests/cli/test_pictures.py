@@ -10,8 +10,8 @@ import pytest
 from support.checkpoints import write_shard
 from support.command_line import done, run_apart, run_here
 from support.conversions import Conversion as Files
-from support.conversions import make, of_every_kind
-from support.examples import few
+from support.conversions import make
+from support.examples import few, few_cases
 from support.launch import MPI, by_one_mpi
 from support.processes import Finished
 
@@ -26,9 +26,15 @@ def draw(conversion: Files, path: Path, *options: str) -> Finished:
     return run_here(*conversion.arguments("plan"), "--plot", path, *options)
 
 
-@of_every_kind
-@pytest.mark.parametrize(
-    ("ending", "begin"), few(2, [("html", b"<!DOCTYPE html>"), ("svg", b"<svg "), ("png", b"\x89PNG")])
+@few_cases(
+    3,
+    ("kind", "ending", "begin"),
+    [
+        ("ckpt", "html", b"<!DOCTYPE html>"),
+        ("hdf5", "html", b"<!DOCTYPE html>"),
+        ("ckpt", "svg", b"<svg "),
+        ("hdf5", "png", b"\x89PNG"),
+    ],
 )
 def test_every_form(tmp_path: Path, kind: str, ending: str, begin: bytes) -> None:
     conversion, path = make(tmp_path, kind), tmp_path / f"plan.{ending}"

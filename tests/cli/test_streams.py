@@ -115,7 +115,10 @@ def test_output_that_cannot_be_written(c: Conversion, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("redirections", "names"),
-    [("| true", PRODUCTS), *((other, ("plan", "--help")) for other in (">&-", "2>/dev/full", "2>&-", ">&- 2>&- <&-"))],
+    [
+        ("| true", ("plan", "inspect --json", "--help", "--version")),
+        *((other, ("plan", "--help")) for other in (">&-", "2>/dev/full", "2>&-", ">&- 2>&- <&-")),
+    ],
 )
 def test_output_that_nobody_wants(c: Conversion, redirections: str, names: Sequence[str]) -> None:
     for name in names:

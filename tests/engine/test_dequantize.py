@@ -97,7 +97,7 @@ def assert_equal(got: np.ndarray, expected: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("samples", few(4, SAMPLES))
-@many(50)
+@many(25)
 @given(st.data())
 def test_any_box_holds_what_the_scheme_says(
     samples: Callable[[], st.SearchStrategy[Sample]], data: st.DataObject

@@ -91,8 +91,7 @@ ERRORS = {
 }
 
 
-@JOBS
-@pytest.mark.parametrize("call", ERRORS)
+@pytest.mark.parametrize(("call", "jobs"), [("pwrite", "1"), ("fsync", "2"), ("os.rename", "1"), ("os.rename", "2")])
 def test_an_error_of_writing(c: Conversion, whole: Conversion, call: str, jobs: str) -> None:
     path, named = ERRORS[call]
     env = fault(c, c.folder / "counter", "raise OSError(5, 'Input/output error')", on=call, path=path)

@@ -1,8 +1,8 @@
 """Runs that are killed at any instant: resumed, they are to the last byte what an undisturbed run makes.
 
 An instant is what lies before the n-th call that the processes of a run make for its files. Which ones are taken is
-drawn from a fixed seed; an odd one kills one process, an even one all of them. There are 50 in all: 30 of a process
-alone, 12 of local processes, 8 of ranks.
+drawn from a fixed seed; an odd one kills one process, an even one all of them. There are 28 in all: 20 of a process
+alone, 6 of local processes, 2 of ranks under each MPI.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_alone(whole: Conversion, tmp_path: Path) -> None:
     """In forks of this process: no time is spent on starting an interpreter."""
     undisturbed = whole.but(dst=tmp_path / "undisturbed")
     assert forked(undisturbed, fault(undisturbed, tmp_path / "counter")).code == 0
-    instants = random.Random(5).sample(range(1, (tmp_path / "counter").stat().st_size + 1), 15)
+    instants = random.Random(5).sample(range(1, (tmp_path / "counter").stat().st_size + 1), 10)
     for number in instants:
         c = whole.but(dst=tmp_path / f"killed_{number}")
         assert forked(c, fault(c, tmp_path / f"counter_{number}", KILL, call=number)).code == -signal.SIGKILL

@@ -138,12 +138,18 @@ FOLDER = (
 
 
 # Neither the kind nor the processes have to do with what is swapped, and when.
-@pytest.mark.parametrize(("kind", "jobs"), [("ckpt", "1"), ("hdf5", "3")])
-@pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("what", ["partial", "folder"])
+@pytest.mark.parametrize(
+    ("what", "moment", "kind", "jobs"),
+    [
+        ("partial", "before", "ckpt", "1"),
+        ("partial", "after", "hdf5", "3"),
+        ("folder", "before", "hdf5", "3"),
+        ("folder", "after", "ckpt", "1"),
+    ],
+)
 @pytest.mark.slow
 def test_nothing_is_written_where_a_swapped_link_leads(
-    tmp_path: Path, jobs: str, moment: str, kind: str, what: str
+    tmp_path: Path, what: str, moment: str, kind: str, jobs: str
 ) -> None:
     c, private = make(tmp_path, kind), elsewhere(tmp_path)
     do = {"partial": PARTIAL, "folder": FOLDER}[what].format(private=str(private / "private"), elsewhere=str(private))

@@ -74,7 +74,7 @@ def require_files(folder: Path, training: Training, form: Form, scratch: Path) -
 
 
 @pytest.mark.slow
-@many(20)
+@many(14)
 @given(deepspeed_peer.trainings(writable=True), st.integers(1, 3), st.integers(1, 5), st.booleans())
 def test_files_for_other_ranks_and_stages(
     drawn: tuple[Training, Form], stage: int, ranks: int, through_torch: bool
@@ -100,7 +100,7 @@ def test_files_for_other_ranks_and_stages(
 
 
 @pytest.mark.slow
-@many(15)
+@many(10)
 @given(
     deepspeed_peer.trainings(kinds=("pipeline", "experts")),
     st.integers(1, 2),
@@ -222,7 +222,7 @@ def test_a_model_whose_names_begin_with_numbers_is_no_pipeline(tmp_path: Path) -
 
 
 @pytest.mark.slow
-@many(25)
+@many(12)
 @given(st.integers(1, 7), st.integers(1, 6))
 def test_round_robin_gradients_has_an_order_of_its_own(from_ranks: int, to_ranks: int) -> None:
     """The parameters of a group are dealt out over the ranks, and the vectors are in that order."""

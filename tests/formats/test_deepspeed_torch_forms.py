@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support import deepspeed_peer, torch_peer
 from support.deepspeed_peer import Form
+from support.examples import one_at_a_time
 
 import reshard_mpi
 from reshard_mpi.errors import ReshardError, TargetError
@@ -17,7 +18,8 @@ from reshard_mpi.errors import ReshardError, TargetError
 pytestmark = pytest.mark.slow
 
 SHAPES = {"a.weight": (5, 3), "a.bias": (1,), "b.weight": (7, 2)}
-STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+STAGES = (3, 1, 2)
+of_every_stage = pytest.mark.parametrize("stage", STAGES)
 KEYS = itertools.count()
 GRAD_SCALER = {
     "scale": 1024.0,
@@ -64,8 +66,7 @@ def scaler(out: Path) -> tuple[str, dict[str, Any]]:
 NO_SCALE = ("LossScaler", {"cur_scale": 1.0, "dynamic": False})
 
 
-@STAGES
-@pytest.mark.parametrize("state", [GRAD_SCALER, {}, None], ids=["enabled", "disabled", "none"])
+@pytest.mark.parametrize(("stage", "state"), one_at_a_time(STAGES, [GRAD_SCALER, {}, None]))
 def test_a_model_that_is_not_in_fp16_has_no_scale_of_losses(tmp_path: Path, stage: int, state: Any) -> None:
     """What torch's scaler has said is found among what the training keeps itself."""
     out = made(tmp_path, {**trained(tmp_path), "scaler": state}, stage)
@@ -115,7 +116,7 @@ def test_a_scale_of_fp16_does_not_go_on_in_bf16(tmp_path: Path) -> None:
     assert found == {"fp16": 512.0, "bf16": 1.0}
 
 
-@STAGES
+@of_every_stage
 def test_settings_of_groups_may_be_tensors(tmp_path: Path, stage: int) -> None:
     """As the learning rate of an optimizer that is captured in a graph."""
     training = trained(tmp_path)
@@ -146,8 +147,7 @@ def flat(optimizer: Any) -> dict[str, Any]:
     return made
 
 
-@STAGES
-@pytest.mark.parametrize("is_tensor", [False, True])
+@pytest.mark.parametrize(("stage", "is_tensor"), one_at_a_time(STAGES, [False, True]))
 def test_a_flat_optimizer_has_its_groups_again(tmp_path: Path, stage: int, is_tensor: bool) -> None:
     training = trained(tmp_path)
     for number, group in enumerate(training["optimizer"]["param_groups"]):
@@ -168,8 +168,7 @@ def test_rates_of_a_flat_optimizer_that_are_tensors_must_agree_in_a_group(tmp_pa
         made(tmp_path, {**training, "optimizer": flat(training["optimizer"])})
 
 
-@STAGES
-@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize(("stage", "is_flat"), one_at_a_time(STAGES, [False, True]))
 def test_parameters_that_are_not_trained_may_be_in_groups(tmp_path: Path, stage: int, is_flat: bool) -> None:
     """DeepSpeed's engine leaves them out of its vectors; stage 3 cuts them as parameters."""
     training = trained(tmp_path)
@@ -201,8 +200,9 @@ def test_state_that_was_left_out_does_not_make_a_parameter_one_that_is_not_train
         made(tmp_path, training, exclude=["optimizer.state.a.bias.*"])
 
 
-@STAGES
-@pytest.mark.parametrize("keys", [("model", "optimizer"), ("state_dict", ""), ("", "optim"), ("", "")])
+@pytest.mark.parametrize(
+    ("stage", "keys"), one_at_a_time(STAGES, [("model", "optimizer"), ("state_dict", ""), ("", "optim"), ("", "")])
+)
 def test_files_of_model_and_optimizer_may_hold_more(tmp_path: Path, stage: int, keys: tuple[str, str]) -> None:
     """`model.pt` is kept as it is where it is joined with `optim.pt`; the epoch in it is the training's."""
     training = trained(tmp_path)

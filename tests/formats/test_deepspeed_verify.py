@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support import deepspeed_peer, torch_peer
 from support.deepspeed_peer import Form
+from support.examples import one_at_a_time
 
 import reshard_mpi
 from reshard_mpi.errors import ReshardError
@@ -19,8 +20,8 @@ from reshard_mpi.errors import ReshardError
 pytestmark = pytest.mark.slow
 
 SHAPES = {"a.weight": (5, 3), "a.bias": (1,), "b.weight": (7, 2), "b.scale": ()}
-STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
-DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+STAGES, DTYPES = (3, 1, 2), ("bfloat16", "float32")
+of_every_stage = pytest.mark.parametrize("stage", STAGES)
 
 
 def source_of(folder: Path, dtype: str = "bfloat16") -> Path:
@@ -40,9 +41,7 @@ def changed(path: Path, old: bytes, new: bytes) -> None:
     path.write_bytes(content.replace(old, new))
 
 
-@STAGES
-@DTYPES
-@pytest.mark.parametrize("is_verified", [False, True])
+@pytest.mark.parametrize(("stage", "dtype", "is_verified"), one_at_a_time(STAGES, DTYPES, [False, True]))
 def test_files_are_sound_by_themselves_and_as_a_source(
     tmp_path: Path, stage: int, dtype: str, is_verified: bool
 ) -> None:
@@ -52,8 +51,7 @@ def test_files_are_sound_by_themselves_and_as_a_source(
     reshard_mpi.transform(out, tmp_path / "torch", to="torch", verify=True)
 
 
-@STAGES
-@pytest.mark.parametrize("kind", ["optim_states", "model_states"])
+@pytest.mark.parametrize(("stage", "kind"), one_at_a_time(STAGES, ["model_states", "optim_states"]))
 def test_files_of_another_state_are_damage(tmp_path: Path, stage: int, kind: str) -> None:
     """A file of the same size from another run, and sound by its checksums."""
     first, second = tmp_path / "first", tmp_path / "second"
@@ -77,9 +75,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@STAGES
-@DTYPES
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("stage", "dtype", "option"), one_at_a_time(STAGES, DTYPES, OPTIONS))
 def test_options_are_taken_from_the_record(tmp_path: Path, stage: int, dtype: str, option: str) -> None:
     source = source_of(tmp_path, dtype)
     options = OPTIONS[option]
@@ -128,7 +124,7 @@ def in_bf16(folder: Path) -> Path:
     return folder / "torch"
 
 
-@STAGES
+@of_every_stage
 def test_an_fp32_copy_that_was_made_of_the_weights_is_none_too_many(tmp_path: Path, stage: int) -> None:
     source = in_bf16(tmp_path)
     out = written(tmp_path, source, stage)
@@ -146,14 +142,14 @@ def test_an_fp32_copy_that_was_made_of_the_weights_is_none_too_many(tmp_path: Pa
             compare(source, out)
 
 
-@STAGES
+@of_every_stage
 def test_another_type_of_the_model_makes_or_spares_fp32_copies(tmp_path: Path, stage: int) -> None:
     source = source_of(tmp_path, "float32")
     out = written(tmp_path, source, stage, dtype="model.*=bf16")
     reshard_mpi.verify(source, out)
 
 
-@STAGES
+@of_every_stage
 def test_tensors_beside_model_and_optimizer_are_found_under_client_state(tmp_path: Path, stage: int) -> None:
     reshard_mpi.transform(source_of(tmp_path), tmp_path / "torch", to="torch")
     loaded = deepspeed_peer.load(tmp_path / "torch/rank_0/checkpoint_0.pt")
@@ -188,8 +184,10 @@ def test_fp32_copies_that_are_not_the_weights_are_damage(tmp_path: Path, stage: 
         reshard_mpi.verify(tmp_path / "torch", tmp_path / "out")
 
 
-@pytest.mark.parametrize("how", [{"include": "model.*"}, {"exclude": "optimizer.*"}, {"exclude": "*.exp_avg"}])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    one_at_a_time(DTYPES, [{"exclude": "*.exp_avg"}, {"include": "model.*"}, {"exclude": "optimizer.*"}]),
+)
 def test_some_tensors_are_compared_with_a_checkpoint_of_another_format(
     tmp_path: Path, dtype: str, how: dict[str, Any]
 ) -> None:
