@@ -26,11 +26,12 @@ from support.checkpoints import (
     write_shards,
     write_strategy,
 )
-from support.command_line import CommandLine, run_apart, run_here
+from support.command_line import COMMAND, CommandLine, run_apart, run_here
 from support.examples import few
 from support.launch import MPI
 from support.oracle import RawLayout
 from support.processes import Finished
+from support.zygote import zygote
 
 of_every_kind = pytest.mark.parametrize("kind", few(1, KINDS))
 
@@ -196,8 +197,13 @@ def transform_apart(
     env: Mapping[str, str] | None = None,
     check: bool = False,
 ) -> Finished:
-    """Run `transform` in a process of its own; with `mpi`, on so many ranks."""
-    return run_apart(*c.arguments("transform", *options), mpi=mpi, ranks=ranks, env=env, check=check)
+    """Run `transform` in a process of its own, forked from one that has loaded it; with `mpi`, on so many ranks."""
+    arguments = c.arguments("transform", *options)
+    if mpi is not None:
+        return run_apart(*arguments, mpi=mpi, ranks=ranks, env=env, check=check)
+    finished = zygote().run([*COMMAND, *arguments], env=env)
+    assert finished.code == 0 or not check, finished
+    return finished
 
 
 def transform_by_function(c: Conversion, process_num: int = 1, **options: Any) -> None:

@@ -7,6 +7,7 @@ with its own exit code or signal. It shows nothing of what a start takes: time, 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import marshal
@@ -59,12 +60,22 @@ class Zygote:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._end = weakref.finalize(self, _end, *_started(theirs, self._env, modules))
 
-    def run(self, argv: Sequence[str | os.PathLike[str]], *, timeout_seconds: float = HANG_SECONDS) -> Finished:
-        """Run a command without standard input, and return what came of it, as `processes.run_command` does."""
+    def run(
+        self,
+        argv: Sequence[str | os.PathLike[str]],
+        *,
+        env: Mapping[str, str] | None = None,
+        timeout_seconds: float = HANG_SECONDS,
+    ) -> Finished:
+        """Run a command without standard input, and return what came of it, as `processes.run_command` does.
+
+        env: added to the environment of this command alone.
+        """
         command = tuple(os.fspath(part) for part in argv)
         assert command[0] == sys.executable, command
         with Path(os.devnull).open("rb") as null, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            asked = marshal.dumps(([*command], {**clean_environment(), **self._env}, str(Path.cwd())))
+            environment = {**clean_environment(), **self._env, **(env or {})}
+            asked = marshal.dumps(([*command], environment, str(Path.cwd())))
             socket.send_fds(self._socket, [asked], [stream.fileno() for stream in (null, out, err)])
             session = int(self._socket.recv(_MESSAGE_BYTES))
             problem = "was interrupted"
@@ -84,6 +95,12 @@ class Zygote:
         if problem:
             pytest.fail(report(command, problem, *texts), pytrace=False)
         return Finished(command, code, *texts)
+
+
+@functools.cache
+def zygote() -> Zygote:
+    """Return the one from which commands of all tests of this process may be forked."""
+    return Zygote()
 
 
 # `reshard-mpi` for a shell. Under a launcher, or where other modules are to be found, it is the real one.
@@ -211,6 +228,15 @@ def _start(connection: socket.socket, ours: Sequence[socket.socket]) -> None:
         connection.send(str(code).encode())
 
 
+def _customize(path: str) -> None:
+    """Do what an interpreter with this PYTHONPATH does at its start: import the `sitecustomize` that lies there."""
+    folders = [folder for folder in path.split(os.pathsep) if folder]
+    if any(Path(folder, "sitecustomize.py").exists() for folder in folders):
+        sys.path[:0] = folders
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")
+
+
 def _be(argv: list[str], env: dict[str, str], cwd: str, descriptors: Sequence[int]) -> None:
     """Be a command with these arguments, environment, working folder and streams. It never returns."""
     code = 99
@@ -227,6 +253,7 @@ def _be(argv: list[str], env: dict[str, str], cwd: str, descriptors: Sequence[in
         sys.orig_argv = argv
         _, kind, what, *arguments = argv
         sys.path[:] = [path for path in sys.path if path not in ("", str(_TESTS))]
+        _customize(env.get("PYTHONPATH", ""))
         if kind == "-m":
             assert what == "reshard_mpi"
             from reshard_mpi.__main__ import command
