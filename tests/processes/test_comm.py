@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.command_line import COMMAND
+from support.command_line import COMMAND, run_apart
 from support.conversions import Conversion, listing, transform_apart
 from support.launch import MPI, MPI_NAMES, find_mpi, mpirun_command
 from support.processes import Finished, run_command
@@ -104,9 +104,9 @@ def test_a_launcher_without_mpi4py(c: Conversion, tmp_path: Path) -> None:
     (tmp_path / "without" / "mpi4py.py").write_text("raise ImportError('No module named mpi4py')")
     path = os.pathsep.join([str(tmp_path / "without"), os.environ.get("PYTHONPATH", "")]).rstrip(":")
     env = {"PMI_SIZE": "4", "PMI_RANK": "0", "PYTHONPATH": path}
-    finished = transform_apart(c, env=env)
+    finished = run_apart(*c.arguments(), env=env)
     assert finished.code == 2, finished
     assert "MPI cannot be used from Python" in finished.err and "pip install mpi4py" in finished.err
     assert "pip install mpich" in finished.err and "[mpi]" not in finished.err  # not every index has this project
     assert not c.dst.exists()
-    assert transform_apart(c, "--part", "1/2", env=env).code == 0  # which needs no MPI
+    assert run_apart(*c.arguments("transform", "--part", "1/2"), env=env).code == 0  # which needs no MPI
