@@ -302,10 +302,7 @@ def test_a_pickle_opens_it_again(halves: tuple[Path, Path]) -> None:
 def test_where_a_box_comes_from(halves: tuple[Path, Path]) -> None:
     with reshard_mpi.open(halves[0], src_strategy=halves[1]) as checkpoint:
         parts = checkpoint.sources("w", np.s_[10:14, 3])
-        assert [(part.rank, part.start, part.stop) for part in parts] == [
-            (0, (10, 3), (12, 4)),
-            (1, (12, 3), (14, 4)),
-        ]
+        assert [(part.rank, part.start, part.stop) for part in parts] == [(0, (10, 3), (12, 4)), (1, (12, 3), (14, 4))]
         assert [Path(part.files[0]).name for part in parts] == ["checkpoint_0.safetensors", "checkpoint_1.safetensors"]
         assert len(checkpoint.sources("b")) == 1 and checkpoint.sources("w", np.s_[3:3]) == ()
 

@@ -121,7 +121,7 @@ def test_loose_files(tmp_path: Path) -> None:
     assert loaded(tmp_path / "made") == plain(expected)
     with reshard_mpi.open(source) as checkpoint:
         assert sorted(checkpoint) == [
-            *("model.0.b", "model.0.w", "optimizer.state.0.exp_avg", "optimizer.state.0.step"),
+            *("model.0.b", "model.0.w", "optimizer.state.0.exp_avg", "optimizer.state.0.step")
         ]
         np.testing.assert_array_equal(checkpoint["model.0.w"][1:3], MODEL["0.w"][1:3])
         assert checkpoint.attrs["scheduler"] == SCHEDULER
@@ -511,9 +511,7 @@ def test_an_optimizer_without_a_model(tmp_path: Path, names: list[str]) -> None:
 LEAVES = st.integers(0, 99).map(weights) | st.integers() | st.text(max_size=3) | st.none() | st.floats(allow_nan=False)
 KEYS = st.sampled_from(["model", "optim", "optimizer", "state", "w", "a.b", "0"]) | st.integers(0, 3)
 TREES = st.recursive(
-    LEAVES,
-    lambda inner: st.dictionaries(KEYS, inner, max_size=3) | st.lists(inner, max_size=2),
-    max_leaves=8,
+    LEAVES, lambda inner: st.dictionaries(KEYS, inner, max_size=3) | st.lists(inner, max_size=2), max_leaves=8
 )
 WORDS = {"model": "model", "optim": "optimizer", "extra_state": "extra_state", "scheduler": "scheduler"}
 

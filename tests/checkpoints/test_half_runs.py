@@ -47,9 +47,7 @@ def source(folder: Path) -> Path:
     3,
     ("given", "lost", "form"),
     one_at_a_time(
-        ["folder", "rank folder", "file"],
-        ["not made", "lost", "lost, uncommitted"],
-        ["ckpt", "safetensors", "torch"],
+        ["folder", "rank folder", "file"], ["not made", "lost", "lost, uncommitted"], ["ckpt", "safetensors", "torch"]
     ),
 )
 def test_one_of_two_slices_is_no_checkpoint(tmp_path: Path, given: str, lost: str, form: str) -> None:

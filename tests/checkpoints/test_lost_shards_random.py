@@ -95,10 +95,7 @@ def test_nothing_is_opened_only_to_see_whether_it_can_be_read() -> None:
     assert Planner(source, target).plan(0, checked=False).read_ranks == (2,)
     assert list(source._manifests) == [2]
     del manifests[2]
-    assert Planner(Described(files, strategy, manifests=manifests), target).plan(0, checked=False).read_ranks == (
-        0,
-        3,
-    )
+    assert Planner(Described(files, strategy, manifests=manifests), target).plan(0, checked=False).read_ranks == (0, 3)
 
 
 def test_what_is_damaged_is_met_by_each_target_that_looks_for_what_was_never_saved() -> None:

@@ -57,10 +57,7 @@ CASES: dict[str, Bad] = {}
 
 
 def bad(
-    error: type[ReshardError],
-    *says: str,
-    without: tuple[str, ...] = (),
-    kinds: tuple[str, ...] = ("ckpt",),
+    error: type[ReshardError], *says: str, without: tuple[str, ...] = (), kinds: tuple[str, ...] = ("ckpt",)
 ) -> Callable[[Callable[[Conversion], Conversion | None]], Callable[[Conversion], Conversion | None]]:
     def add(spoil: Callable[[Conversion], Conversion | None]) -> Callable[[Conversion], Conversion | None]:
         CASES[spoil.__name__] = Bad(spoil, error, says, without, kinds)

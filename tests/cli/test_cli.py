@@ -115,7 +115,7 @@ def test_report(c: Conversion) -> None:
     c.done("transform", "--resume", "--report", str(path))
     report = json.loads(path.read_text())
     assert set(report) == {
-        *("version", "source", "target", "processes", "seconds", "targets", "failures", "absent", "notes", "warnings"),
+        *("version", "source", "target", "processes", "seconds", "targets", "failures", "absent", "notes", "warnings")
     }
     assert (report["version"], report["processes"], report["failures"]) == (1, 1, [])
     assert (report["source"], report["target"]) == (str(c.src), str(c.dst))
@@ -352,10 +352,7 @@ def test_options_stand_by_what_they_are_about() -> None:
 @pytest.mark.parametrize("columns", few(1, ["", "80", "200"]))
 def test_help_fits_the_smallest_terminal(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    pages = [
-        [],
-        *([command] for command in re.findall(r"^    ([a-z-]+)", run_here("--help").out, re.MULTILINE)),
-    ]
+    pages = [[], *([command] for command in re.findall(r"^    ([a-z-]+)", run_here("--help").out, re.MULTILINE))]
     assert len(pages) > 10
     for page in pages:
         text = run_here(*page, "--help").out

@@ -140,8 +140,7 @@ def test_a_rank_that_the_launcher_does_not_end_speaks_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "ranks"),
-    [("3", [3]), ("0-3,8", [0, 1, 2, 3, 8]), ("5-5", [5]), ("2,0-2", [2, 0, 1, 2]), ("007", [7])],
+    ("text", "ranks"), [("3", [3]), ("0-3,8", [0, 1, 2, 3, 8]), ("5-5", [5]), ("2,0-2", [2, 0, 1, 2]), ("007", [7])]
 )
 @pytest.mark.parametrize("command", ["transform", "plan", "verify", "inspect"])
 def test_lists_of_ranks(command: str, text: str, ranks: list[int]) -> None:

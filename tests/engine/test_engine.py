@@ -239,11 +239,7 @@ def _written(manifest: Manifest) -> bytes:
     return b"".join(data[r.offset_bytes : r.offset_bytes + r.length_bytes] for r in manifest.tensors["w"].source.ranges)
 
 
-LIMITS = st.builds(
-    Limits,
-    buffer_bytes=st.sampled_from([16, 64, 4096]),
-    window_bytes=st.sampled_from([1, 64, 4096]),
-)
+LIMITS = st.builds(Limits, buffer_bytes=st.sampled_from([16, 64, 4096]), window_bytes=st.sampled_from([1, 64, 4096]))
 
 
 @pytest.mark.slow

@@ -89,15 +89,7 @@ def a_merged_strategy(c: Conversion) -> tuple[Path, Callable[[], Finished]]:
     return path, lambda: run_here("merge-strategies", c.src_strategy, path)
 
 
-OUTPUTS = [
-    a_target,
-    a_target_of_the_function,
-    a_target_by_rank,
-    a_report,
-    a_commit_record,
-    a_lock,
-    a_merged_strategy,
-]
+OUTPUTS = [a_target, a_target_of_the_function, a_target_by_rank, a_report, a_commit_record, a_lock, a_merged_strategy]
 
 
 @pytest.mark.parametrize(
@@ -174,10 +166,7 @@ def test_paths_that_lead_nowhere(c: Conversion, tmp_path: Path, name: str) -> No
         assert finished.code == (2 if what == "report" else 3) and finished.out == "", (what, finished)
         assert (
             finished.err.startswith("reshard-mpi: error: ") and name.split("/", maxsplit=1)[0][:80] in finished.err
-        ), (
-            what,
-            finished,
-        )
+        ), (what, finished)
     strategies = (c.src_strategy, c.dst_strategy)
     files = {rank: c.shard(rank) for rank in range(4)}
     by_rank = reshard_mpi.transform_checkpoint_by_rank

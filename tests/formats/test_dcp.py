@@ -65,10 +65,7 @@ def test_what_torch_has_written() -> None:
             {
                 "dict": [
                     ["state", {"dict": [["row", {"dict": []}]]}],
-                    [
-                        "param_groups",
-                        [{"dict": [["lr", 0.1], ["betas", {"tuple": [0.9, 0.95]}], ["params", ["row"]]]}],
-                    ],
+                    ["param_groups", [{"dict": [["lr", 0.1], ["betas", {"tuple": [0.9, 0.95]}], ["params", ["row"]]]}]],
                 ]
             },
         ],

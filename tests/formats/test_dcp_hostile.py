@@ -113,10 +113,7 @@ SPOILED: dict[str, tuple[Callable[[Metadata], object], str]] = {
         "lie over each other",
     ),
     "an item that begins elsewhere": (lambda m: setattr(places(m)[2], "offset", 1), "no chunk of 'w'"),
-    "an item that ends earlier": (
-        lambda m: setattr(places(m)[2], "length", places(m)[2].length - 1),
-        "__1_0.distcp",
-    ),
+    "an item that ends earlier": (lambda m: setattr(places(m)[2], "length", places(m)[2].length - 1), "__1_0.distcp"),
     "an item behind the end": (lambda m: setattr(places(m)[2], "offset", 1 << 40), "ends before"),
     "an item at a negative byte": (lambda m: setattr(places(m)[2], "offset", -1), "has no place in its file"),
     "an item where no file is": (lambda m: setattr(places(m)[2], "offset", 1 << 62), "where no file can have it"),

@@ -77,10 +77,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "a text of the optimizer": {"optimizer/name": "AdamW, 101"},
     "plain state of no parameter": {"optimizer/state/ghost": {"step": 101}},
     "state that is no dictionary": {"optimizer/state/a.weight": 101},
-    "state of all parameters that is no dictionary": {
-        "optimizer/state/a.weight": 101,
-        "optimizer/state/b.weight": 101,
-    },
+    "state of all parameters that is no dictionary": {"optimizer/state/a.weight": 101, "optimizer/state/b.weight": 101},
     "no state": {"optimizer/state": 101},
     "a key that is no text": {"701": 101},
     "a key that is no text, and one that is": {"701": 101, "client_state/701": 102},

@@ -101,11 +101,7 @@ class Training:
             for key, values in own.items():
                 state.setdefault(key, {})[kind] = tensor(values)
         model = {key: tensor(values) for key, values in self.weights.items()}
-        return {
-            "model": model | self.extra,
-            "optimizer": {"state": state, "param_groups": self.groups},
-            **self.besides,
-        }
+        return {"model": model | self.extra, "optimizer": {"state": state, "param_groups": self.groups}, **self.besides}
 
     def save(self, path: Path) -> Path:
         torch_peer.save(path, self.tree())

@@ -202,10 +202,7 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
     "empty lists": (lambda: b'{"w":[' + b"[]," * 2_000_000, "too long"),
     "a string": (lambda: b'{"' + b"n" * 8_000_000, "too long"),
     "a string, escaped": (lambda: b'{"' + b"\\n" * 4_000_000, "too long"),
-    "a string that is kept": (
-        lambda: b'{"__metadata__":{"__reshard_mpi__:s":"' + b"\\n" * (4 << 20) + b'"',
-        "damaged",
-    ),
+    "a string that is kept": (lambda: b'{"__metadata__":{"__reshard_mpi__:s":"' + b"\\n" * (4 << 20) + b'"', "damaged"),
     "metadata": (lambda: b'{"__metadata__":{' + b'"k":"v",' * 1_000_000, "too long"),
     "metadata of many names": (lambda: b'{"__metadata__":{' + _many(b'"%06d":"v"', 200_000), "too long"),
     "metadata of long names": (lambda: b'{"__metadata__":{' + _many(b'"%04000d":"v"', 20_000), "damaged"),

@@ -136,10 +136,7 @@ PICKLES: dict[str, tuple[Callable[[], bytes], str]] = {
     "goes on": (lambda: torch_peer.dumps({"w": 1})[0] + b"N.", "ends before its member does"),
     "a gigabyte": (lambda: b"\x80\x02N." + bytes(41 << 20), "data.pkl of a shard is too large"),
     "an unknown class": (lambda: b"\x80\x02cproject.nets\nNet\n)\x81}X\x01\0\0\0wK\x01sb.", "project.nets.Net"),
-    "all is left out": (
-        lambda: b"\x80\x02}X\x05\0\0\0modelcproject.nets\nNet\n)\x81s.",
-        "no tensor that can be read",
-    ),
+    "all is left out": (lambda: b"\x80\x02}X\x05\0\0\0modelcproject.nets\nNet\n)\x81s.", "no tensor that can be read"),
 }
 
 
@@ -410,14 +407,7 @@ def test_views_lie_in_the_storage_that_they_share(tmp_path: Path) -> None:
         name: struct.unpack(f"={entry.size_bytes // 4}f", sample_tensors.payload(entry))
         for name, entry in tensors.items()
     }
-    assert values == {
-        "row": (3, 4, 5),
-        "column": (1, 4),
-        "again": (1, 4) * 4,
-        "one": (5,),
-        "scalar": (2,),
-        "empty": (),
-    }
+    assert values == {"row": (3, 4, 5), "column": (1, 4), "again": (1, 4) * 4, "one": (5,), "scalar": (2,), "empty": ()}
     assert [type(entry.source) for entry in tensors.values()] == [
         ByteRanges,
         StridedView,

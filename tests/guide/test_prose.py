@@ -19,9 +19,7 @@ RIDDLES = ("that of", "those of", "those that", "those which", "of which", "so m
 # Not in the first paragraph of a docstring: it says the answer, not the question.
 QUESTIONS = ("what is", "what are", "what it", "what they", "what a", "what the")
 # Messages that the guide shows as they are printed, and a term of maps.
-EXCEPTIONS = {
-    "as those of the other ranks": "problems.md: a message",
-}
+EXCEPTIONS = {"as those of the other ranks": "problems.md: a message"}
 
 
 def found(text: str, phrases: tuple[str, ...]) -> list[str]:

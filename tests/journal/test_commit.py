@@ -249,10 +249,7 @@ SPOILS: dict[str, tuple[Callable[[Conversion], object], str]] = {
     ),
     "no file": (lambda c: c.written(1).unlink(), "has lost its file rank_1/checkpoint_1.ckpt"),
     "no folder": (lambda c: (c.written(1).unlink(), c.written(1).parent.rmdir()), "has lost its file"),
-    "another size": (
-        lambda c: os.truncate(c.written(1), 5),
-        "has 5 bytes in rank_1/checkpoint_1.ckpt, not the",
-    ),
+    "another size": (lambda c: os.truncate(c.written(1), 5), "has 5 bytes in rank_1/checkpoint_1.ckpt, not the"),
 }
 
 

@@ -393,8 +393,7 @@ def test_state_named_after_a_part_that_a_model_and_its_copy_have_does_not_stay(
 
 
 @pytest.mark.parametrize(
-    "state",
-    ["optimizer.state.{}.exp_avg_sq_row", "exp_avg_sq_col.{}.moment", "exp_avg_sq_row.{}", "exp_avg_sq_row_{}"],
+    "state", ["optimizer.state.{}.exp_avg_sq_row", "exp_avg_sq_col.{}.moment", "exp_avg_sq_row.{}", "exp_avg_sq_row_{}"]
 )
 def test_state_of_another_shape_than_its_parameter_does_not_stay(tmp_path: Path, state: str) -> None:
     """As Adafactor's, of rows and of columns: it would be that of a parameter that is no longer there as it was."""

@@ -137,11 +137,7 @@ def test_dictionaries_go_along(
         # all of it begins as before
         ({"model": {"w": 1.0}}, ["model.{p*} <=> model.net.{p*}"], {"model": {"net.w": 1.0}}),
         # there is another dictionary, or another value
-        (
-            {"a": {"w": 1.0, "n": 5}, "b": {"v": 2.0}},
-            ["a.{p*} <=> b.{p*}"],
-            {"a": {"n": 5}, "b": {"v": 2.0, "w": 1.0}},
-        ),
+        ({"a": {"w": 1.0, "n": 5}, "b": {"v": 2.0}}, ["a.{p*} <=> b.{p*}"], {"a": {"n": 5}, "b": {"v": 2.0, "w": 1.0}}),
         ({"a": {"w": 1.0, "n": 5}, "b": "x"}, ["a.{p*} <=> b.{p*}"], {"a": {"n": 5}, "b": "x", "b.w": 1.0}),
         # another tensor would get into the dictionary
         ({"a": {"w": 1.0}, "b.v": 2.0}, ["a.{p*} <=> b.{p*}"], {"a": {}, "b.v": 2.0, "b.w": 1.0}),
@@ -206,11 +202,7 @@ NESTED = {
         ["params.fc.{p*} <=> params.proj.{p*}", "params.proj.weight <=> params.proj.kernel"],
         ["params.fc.weight <=> params.fc.kernel", "params.fc.{p*} <=> params.proj.{p*}"],
         ["params.{p*} <=> net.{p*}", "net.fc.weight <=> net.fc.kernel", "net.{p*} <=> model.net.{p*}"],
-        [
-            "params.fc.{p*} <=> params.x.{p*}",
-            "params.out.{p*} <=> params.fc.{p*}",
-            "params.x.{p*} <=> params.out.{p*}",
-        ],
+        ["params.fc.{p*} <=> params.x.{p*}", "params.out.{p*} <=> params.fc.{p*}", "params.x.{p*} <=> params.out.{p*}"],
         ["slow.fc.{p*} <=> params.slow.{p*}", "params.slow.{p*} <=> slow.fc.{p*}"],
         ["slow.{p*} <=> fast.{p*}", "fast.fc.weight <=> other"],
         ["fc.w <=> fc.v", "{p*} <=> net.{p*}", "net.fc.v <=> out"],

@@ -190,8 +190,7 @@ def test_what_is_made_up_padded_left_out_and_copied_in_between(tmp_path: Path) -
     made = assert_like_one_run_each(source, tmp_path, maps, verify=True)
     padded = np.concatenate([tensors["w"], np.zeros((1, 2), np.float32), np.ones((4, 2), np.float32)])
     assert_held(
-        made,
-        {"all": padded.T.astype(ml_dtypes.bfloat16), "ends": np.concatenate([tensors["tied"], tensors["tied"]])},
+        made, {"all": padded.T.astype(ml_dtypes.bfloat16), "ends": np.concatenate([tensors["tied"], tensors["tied"]])}
     )
     different = {"all": padded.T.copy(), "ends": np.concatenate([tensors["tied"], tensors["tied"] + 1])}
     (tmp_path / "other").mkdir()
@@ -218,10 +217,7 @@ def training(shapes: dict[str, tuple[int, ...]], *, groups_say_all: bool = True)
     number_of = {name: number for number, name in enumerate(shapes)}
     model = {name: floats(*shape, first=100 * number_of[name]) for name, shape in shapes.items()}
     state = {
-        number: {
-            "step": stored(np.array(3, np.float32)),
-            "exp_avg": stored(model[name] * 10 + 1),
-        }
+        number: {"step": stored(np.array(3, np.float32)), "exp_avg": stored(model[name] * 10 + 1)}
         for name, number in number_of.items()
     }
     group = {"lr": 0.5, "params": list(range(len(shapes) - (not groups_say_all)))}

@@ -403,10 +403,7 @@ def test_what_lies_beside_the_model_stays_there(tmp_path: Path, key: str, form: 
 def test_an_equation_for_any_name_takes_the_model_and_nothing_beside_it(tmp_path: Path) -> None:
     fc, moment = stored(np.ones((2, 3), np.float32)), stored(np.full((2, 3), 2, np.float32))
     optimizer = {"state": {"fc.w": {"exp_avg": moment}}, "param_groups": [{"lr": 1.0, "params": ["fc.w"]}]}
-    beside = {
-        "rng_state": stored(np.arange(5, dtype=np.uint8)),
-        "scaler": {"scale": stored(np.float32(8).reshape(()))},
-    }
+    beside = {"rng_state": stored(np.arange(5, dtype=np.uint8)), "scaler": {"scale": stored(np.float32(8).reshape(()))}}
     torch_peer.save(tmp_path / "x.pt", {"model": {"fc.w": fc}, "optimizer": optimizer, **beside})
     asked: dict[str, Any] = {"forward": True, "map": ["{p*} <=> net.{p*}", "{p*} <=> a.{p*}"]}
     converted = transformed(tmp_path / "x.pt", tmp_path / "out", **asked)
@@ -504,8 +501,7 @@ def test_networks_whose_optimizers_have_two_forms(
 
 @pytest.mark.parametrize("form", few(1, ["names", "flat"]))
 @pytest.mark.parametrize(
-    "equation",
-    few(2, ["critic.{p*} <=> critic.x.{p*}", "fc.w <=> fd.w", "critic.fc.w [o i] <=> critic.fc.w [i o]"]),
+    "equation", few(2, ["critic.{p*} <=> critic.x.{p*}", "fc.w <=> fd.w", "critic.fc.w [o i] <=> critic.fc.w [i o]"])
 )
 def test_networks_of_the_same_names_whose_optimizers_go_by_them(tmp_path: Path, equation: str, form: str) -> None:
     """Nothing tells which optimizer is whose."""

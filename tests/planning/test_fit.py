@@ -724,8 +724,7 @@ def test_state_that_only_the_rule_for_all_catches_is_dropped(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh", "stages"),
-    few(1, one_at_a_time([(64, 32, 8), (16384,), (2048, 8), (3, 5, 7), (16383,)], [64, 4, 1])),
+    ("mesh", "stages"), few(1, one_at_a_time([(64, 32, 8), (16384,), (2048, 8), (3, 5, 7), (16383,)], [64, 4, 1]))
 )
 def test_few_of_many_shards_are_opened(mesh: tuple[int, ...], stages: int) -> None:
     size = int(np.prod(mesh)) * stages

@@ -149,9 +149,7 @@ def test_drop(c: Conversion) -> None:
 
 
 def test_sharded_and_following_nothing(c: Conversion, tmp_path: Path) -> None:
-    c = c.but(
-        src_strategy=c.strategy("more", {**SRC_LAYOUTS, "head": SRC_CUT}),
-    )
+    c = c.but(src_strategy=c.strategy("more", {**SRC_LAYOUTS, "head": SRC_CUT}))
     for rank in range(4):
         c.rewrite(rank, {"head": c.arrays(rank)["w"]})
     before = listing(tmp_path)

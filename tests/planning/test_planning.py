@@ -63,12 +63,7 @@ def tensors_of(
 ) -> TargetTensors:
     unusable = {shard.rank: shard for shard in lost}
     return TargetTensors(
-        source,
-        target,
-        rank,
-        manifests,
-        unusable,
-        Policy(unlisted, strict, replicas, Accumulated.REFUSE),
+        source, target, rank, manifests, unusable, Policy(unlisted, strict, replicas, Accumulated.REFUSE)
     )
 
 

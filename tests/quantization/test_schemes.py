@@ -292,12 +292,7 @@ CASES = {
         },
         (4096, 14336),
         (1, 8),
-        {
-            "weight_scale": ((0, 1), (1, 8)),
-            "weight_scale_2": (),
-            "pre_quant_scale": ((1, 1, 2),),
-            "input_scale": (),
-        },
+        {"weight_scale": ((0, 1), (1, 8)), "weight_scale_2": (), "pre_quant_scale": ((1, 1, 2),), "input_scale": ()},
     ),
     "GPTQ, Llama-2-7B down_proj": Case(
         GPTQ,

@@ -88,11 +88,7 @@ def with_v(side: Side, names: list[str]) -> dict[str, RawLayout]:
 
 
 def check(
-    base: Path,
-    case: Case,
-    sums: dict[str, dict[int, np.ndarray]],
-    how: str,
-    kinds: tuple[str, str] = ("ckpt", "ckpt"),
+    base: Path, case: Case, sums: dict[str, dict[int, np.ndarray]], how: str, kinds: tuple[str, str] = ("ckpt", "ckpt")
 ) -> None:
     """Transform a case with these accumulated gradients, and hold every target against the oracle."""
     strategies = {

@@ -13,14 +13,7 @@ import numpy as np
 import pytest
 from support.checkpoints import expected_rank, read_shard, write_shard
 from support.command_line import done, refused, run_here
-from support.conversions import (
-    TENSORS,
-    Conversion,
-    listing,
-    make,
-    transform_apart,
-    transform_by_function,
-)
+from support.conversions import TENSORS, Conversion, listing, make, transform_apart, transform_by_function
 from support.examples import few
 from support.processes import Finished
 

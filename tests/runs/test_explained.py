@@ -173,10 +173,7 @@ def test_layouts_of_mindspore_and_what_follows(tmp_path: Path, kind: str) -> Non
 
 
 def test_json_of_stages(tmp_path: Path) -> None:
-    layouts = {
-        "first": RawLayout((2,), (0, -1), stages=(0,)),
-        'last "one"': RawLayout((2,), (-1, 0), stages=(1,)),
-    }
+    layouts = {"first": RawLayout((2,), (0, -1), stages=(0,)), 'last "one"': RawLayout((2,), (-1, 0), stages=(1,))}
     arrays = {name: np.arange(16, dtype=np.float32).reshape(4, 4) for name in layouts}
     whole = Side(4, 2, layouts)
     shapes = dict.fromkeys(layouts, (4, 4))

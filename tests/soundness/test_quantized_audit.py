@@ -214,10 +214,7 @@ def test_zero_points_and_indices_that_are_not_known_are_sound(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("lost", "said"),
-    [
-        ("layers.1.experts.2.w1.weight_scale_inv", "has no scale"),
-        ("layers.1.experts.2.w1.weight", "has no weight"),
-    ],
+    [("layers.1.experts.2.w1.weight_scale_inv", "has no scale"), ("layers.1.experts.2.w1.weight", "has no weight")],
 )
 def test_half_a_weight_is_an_incomplete_checkpoint(lost: str, said: str, tmp_path: Path) -> None:
     tensors = {name: array for name, array in of_deepseek().items() if not name.endswith(lost)}

@@ -127,13 +127,7 @@ class Conversion(CommandLine):
 
 
 def write_conversion(
-    folder: Path,
-    kind: str,
-    source: Side,
-    target: Side,
-    tensors: Arrays,
-    *,
-    to: str | None = None,
+    folder: Path, kind: str, source: Side, target: Side, tensors: Arrays, *, to: str | None = None
 ) -> Conversion:
     """Write shards of `kind` and the strategies of both sides under `folder`. to: another format of the targets."""
     write_shards(source, tensors, folder / "src", kind)

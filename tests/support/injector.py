@@ -99,11 +99,7 @@ class Injector:
         values = (0, fault.call, action, error, fault.is_lasting, 0, *which)
         with self._control.open("r+b") as stream:
             stream.write(_CONTROL.pack(*values))
-        return {
-            "LD_PRELOAD": str(compiled()),
-            "FAULT_CALLS": str(self._control),
-            **ONE_THREAD,
-        }
+        return {"LD_PRELOAD": str(compiled()), "FAULT_CALLS": str(self._control), **ONE_THREAD}
 
     def calls(self) -> list[Call]:
         """Return the calls that were counted, in the order in which they were made."""

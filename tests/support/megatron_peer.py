@@ -542,12 +542,7 @@ def _add_flattened(
 
 
 def _add_buckets(
-    contents: Contents,
-    training: Training,
-    form: Form,
-    stated: Training,
-    draw: random.Random,
-    file: Callable[[], str],
+    contents: Contents, training: Training, form: Form, stated: Training, draw: random.Random, file: Callable[[], str]
 ) -> None:
     for prefix, group, stage, rank, share in _optimizers(form):
         sizes: list[dict[Any, list[int]]] = []

@@ -75,8 +75,7 @@ def int8(
     scale = sample.weight.companions[0]
     companions = (scale, Companion("zeros", "w.weight_zero_point", scale.dims))
     return sample._replace(
-        weight=sample.weight._replace(companions=companions),
-        tensors={**sample.tensors, "w.weight_zero_point": zeros},
+        weight=sample.weight._replace(companions=companions), tensors={**sample.tensors, "w.weight_zero_point": zeros}
     )
 
 
@@ -182,10 +181,7 @@ def gpt_oss(draw: np.random.Generator, shape: tuple[int, int, int]) -> Sample:
     experts, columns, rows = shape
     numbers = draw.integers(0, 16, (experts, rows, columns))
     shared = draw.integers(100, 150, (experts, rows, columns // 32), np.uint8)
-    tensors = {
-        "w_blocks": pairs(numbers).reshape(experts, rows, columns // 32, 16),
-        "w_scales": shared,
-    }
+    tensors = {"w_blocks": pairs(numbers).reshape(experts, rows, columns // 32, 16), "w_scales": shared}
     whole = each(shape, lambda e, k, n: np.float32(FP4[numbers[e, n, k]]) * factor(shared[e, n, k // 32]))
     dims = tuple(Relation(dim, 1) for dim in range(3))
     scheme = Scheme("mxfp4", "mxfp4", 4, (1, 32))

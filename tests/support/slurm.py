@@ -49,11 +49,7 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._environment = {
-            **clean_environment(),
-            "SLURM_CONF": str(folder / "slurm.conf"),
-            "PATH": search_path(),
-        }
+        self._environment = {**clean_environment(), "SLURM_CONF": str(folder / "slurm.conf"), "PATH": search_path()}
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._outputs: dict[str, Path] = {}
 
@@ -109,10 +105,7 @@ class Cluster:
         return Finished(tuple(map(str, argv)), finished.returncode, finished.stdout, finished.stderr)
 
     def submit(
-        self,
-        *command: str | os.PathLike[str],
-        options: Sequence[str] = (),
-        env: Mapping[str, str] | None = None,
+        self, *command: str | os.PathLike[str], options: Sequence[str] = (), env: Mapping[str, str] | None = None
     ) -> str:
         """Submit a batch script with its arguments, or `--wrap` with a command; return the job's number."""
         output = Path(tempfile.mkdtemp(dir=self.folder, prefix="output"))
@@ -163,9 +156,7 @@ class Cluster:
         of its last run still lingers, whose place the next one needs.
         """
         self.wait_until(
-            job,
-            lambda: self.states(job) == {"PENDING"} and not self._lingers(job),
-            timeout_seconds=timeout_seconds,
+            job, lambda: self.states(job) == {"PENDING"} and not self._lingers(job), timeout_seconds=timeout_seconds
         )
         self.command("scontrol", "update", f"jobid={job}", "StartTime=now+1")
 

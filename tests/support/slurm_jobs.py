@@ -13,11 +13,7 @@ TARGETS = {"w": RawLayout((8,), (0, -1)), "b": RawLayout((8,), (0,))}
 COMPLETED = Task("COMPLETED", 0, 0)
 PLUGINS = {"mpich": "pmi2", "openmpi": "pmix"}
 # The nodes share one network address, on which Open MPI does not look for others unless it is told to.
-LOOPBACK = {
-    "OMPI_MCA_btl": "self,sm,tcp",
-    "OMPI_MCA_btl_tcp_if_include": "lo",
-    "OMPI_MCA_coll": "^han,adapt",
-}
+LOOPBACK = {"OMPI_MCA_btl": "self,sm,tcp", "OMPI_MCA_btl_tcp_if_include": "lo", "OMPI_MCA_coll": "^han,adapt"}
 
 
 def rank_environment(mpi: MPI) -> dict[str, str]:

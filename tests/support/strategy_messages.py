@@ -20,10 +20,7 @@ PACKAGE = "mindspore.straspb"
 # message -> (field number, label, type, name); a type that is not a scalar is a message of this package.
 _MESSAGES: dict[str, tuple[tuple[int, str, str, str], ...]] = {
     "ParallelStrategy": ((1, "repeated", "uint32", "dim"),),
-    "ParallelStrategys": (
-        (1, "required", "uint32", "stage"),
-        (2, "repeated", "ParallelStrategy", "parallel_strategy"),
-    ),
+    "ParallelStrategys": ((1, "required", "uint32", "stage"), (2, "repeated", "ParallelStrategy", "parallel_strategy")),
     "ParallelStrategyItem": (
         (1, "required", "string", "node_name"),
         (2, "required", "ParallelStrategys", "parallel_strategys"),
