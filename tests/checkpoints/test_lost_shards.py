@@ -183,39 +183,6 @@ def test_a_map_that_names_only_some_ranks_misses_none(
 # Contradictions
 
 
-@of_every_kind
-@pytest.mark.parametrize(
-    ("name", "array", "expected", "got"),
-    few(
-        1,
-        [
-            ("w", np.zeros((8, 3), np.float32), "[8, 4]", "shape [8, 3]"),
-            ("w", np.zeros((8, 2), np.float64), "float32", "float64"),
-            ("w", np.zeros(16, np.float32), "[8, 4]", "shape [16]"),
-            ("b", np.zeros(9, np.int64), "[8]", "shape [9]"),
-            ("moments.w", np.zeros((8, 1), np.float32), "[8, 2]", "shape [8, 1] on rank 1"),
-        ],
-    ),
-    ids=["shape", "type", "dimensions", "replicated", "follower"],
-)
-def test_a_shard_that_another_one_contradicts_is_refused_with_both_and_replaced_once_it_is_gone(
-    tmp_path: Path, kind: str, name: str, array: np.ndarray, expected: str, got: str
-) -> None:
-    c = make(tmp_path, kind)
-    c.rewrite(1, {name: array})
-    said = c.refused()
-    assert not c.dst.exists()
-    assert repr(name) in said and str(c.shard(0)) in said and f"where: {c.shard(1)}" in said
-    assert f"got: {got}" in said
-    assert expected in next(line for line in said.splitlines() if line.startswith("  expected: "))
-    assert "if one of the two shards is of another checkpoint, take it away" in said
-    c.shard(1).unlink()
-    finished = c.done()
-    assert_right(c)
-    (told,) = finished.warnings
-    assert "no shard of rank 1 in" in told and told.endswith("was taken from rank 3 instead")
-
-
 @pytest.mark.slow
 def test_a_contradiction_between_the_shards_of_different_targets_is_refused(c: Conversion, tmp_path: Path) -> None:
     """Each target reads its own rank's shard only, and so sees no contradiction."""

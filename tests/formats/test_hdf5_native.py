@@ -45,33 +45,6 @@ def test_types_hdf5_has_not_are_shown_as_bytes(tmp_path: Path, name: str, shown:
     assert sample_tensors.contents_of(hdf5.locate(str(path))) == ShardContents.of([sample])
 
 
-def test_a_shard_describes_itself(tmp_path: Path) -> None:
-    path = tmp_path / "shard.h5"
-    identity = ShardIdentity(3, 8, "table of é\n" * 10_000)
-    boxes = {"w": Box((6, 0, 2), (8, 5, 3)), "all": Box.whole((4,)), "step": Box.whole(()), "none": Box((2, 0), (4, 0))}
-    shapes = {"w": (8, 5, 6), "all": (4,), "step": (), "none": (4, 0)}
-    tensors = tuple(TensorSpec(name, BY_NAME["bfloat16"], shapes[name], box) for name, box in boxes.items())
-    reserved = reserve_file(hdf5, str(path), ShardSpec(identity, tensors, {"note": "x"}))
-    located = hdf5.locate(str(path))
-    assert located == reserved
-    assert located.identity == identity
-    assert {name: t.box for name, t in located.tensors.items()} == boxes
-    assert {name: t.global_shape for name, t in located.tensors.items()} == shapes
-    rows = {
-        "w": ((8, 5, 6), (6, 0, 2)),
-        "all": ((4, 0, 0), (0, 0, 0)),
-        "step": ((0,) * 3,) * 2,
-        "none": ((4, 0, 0), (2, 0, 0)),
-    }
-    with h5py.File(path) as file:
-        shown = file["__reshard_mpi__/boxes"][()]
-        assert set(shown["dtype"]) == {b"bfloat16"}
-        assert shown["global_shape"].tolist() == [list(rows[name][0]) for name in boxes]
-        assert shown["offset"].tolist() == [list(rows[name][1]) for name in boxes]
-        assert (file.attrs["rank"], file.attrs["world_size"], file.attrs["version"]) == (3, 8, 2)
-        assert not any(item.attrs for item in (file["w"], file["all"], file["step"], file["none"]))
-
-
 def test_large_payloads_are_aligned_and_small_ones_are_not(tmp_path: Path) -> None:
     path = tmp_path / "shard.h5"
     sizes = [100, 65535, 65536, 70000, 3, 1 << 20]

@@ -618,15 +618,6 @@ def test_a_later_save_of_the_training_stays_the_latest(tmp_path: Path) -> None:
     assert pointer.read_text() == "3"
 
 
-def test_a_checkpoint_of_others_is_not_written_over(tmp_path: Path) -> None:
-    folder = tmp_path / "out/iter_0000003"
-    folder.mkdir(parents=True)
-    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    with pytest.raises(TargetError, match="index"):
-        reshard_mpi.transform(Training(SHAPES).save(tmp_path / "x.pt"), tmp_path / "out", to="megatron")
-    assert [path.name for path in folder.iterdir()] == ["metadata.json"]
-
-
 def test_damage_is_found(tmp_path: Path) -> None:
     source, out = Training(SHAPES).save(tmp_path / "x.pt"), tmp_path / "out"
     reshard_mpi.transform(source, out, to="megatron", verify=True)

@@ -517,59 +517,6 @@ def test_state_in_groups_of_hdf5_follows(tmp_path: Path) -> None:
     assert_held(tmp_path / "dst", {"net.w": w.T[None], "optim/exp_avg/net.w": state.T[None]})
 
 
-@few_cases(
-    1,
-    ("equation", "is_refused"),
-    [
-        ("model.q.w [o i] <=> model.q.w [i o]", True),
-        ("model.q.w [o i], model.k.w [o i] <=> model.qk.w [(o + o) i]", True),
-        ("model.q.w <=> model.a.w", False),
-    ],
-)
-def test_state_that_has_the_shape_of_a_square_parameter_by_chance_does_not_follow(
-    tmp_path: Path, equation: str, is_refused: bool
-) -> None:
-    """As the matrices of Shampoo do: of a parameter that is not square they have another shape than that."""
-    shapes = {"q": (4, 4), "k": (4, 4), "up": (8, 4)}
-    tensors: Tensors = {f"model.{name}.w": floats(*shape) for name, shape in shapes.items()}
-    for name, (rows, _) in shapes.items():
-        tensors[f"optim.state.model.{name}.w.precond_0"] = floats(rows, rows, first=50)
-        tensors[f"optim.state.model.{name}.w.step"] = floats(first=3)
-    source, map_path = source_of(tmp_path, tensors), map_of(tmp_path, f"[[map]]\neq = '{equation}'\n")
-    if is_refused:
-        with pytest.raises(MapError, match=r"state of model\.[qk]\.w would stay as it is[^$]*precond_0"):
-            reshard_mpi.transform(source, tmp_path / "dst", map=map_path, forward=True)
-        reshard_mpi.transform(source, tmp_path / "dst", map=map_path, forward=True, exclude="*.precond_0")
-    else:
-        reshard_mpi.transform(source, tmp_path / "dst", map=map_path, forward=True)
-        assert "optim.state.model.a.w.precond_0" in held(tmp_path / "dst")
-
-
-@pytest.mark.parametrize("state", few(1, ["optim.state.{}.exp_avg", "optimizer.state.{}.exp_avg", "exp_avg.{}"]))
-def test_a_catch_all_does_not_take_state_for_a_parameter(tmp_path: Path, state: str) -> None:
-    """In a file without a nest: the weight is turned or renamed, and its moment follows it."""
-    tensors: Tensors = {"model.0.w": floats(2, 2), "model.0.b": floats(2)}
-    states = {state.format(name): floats(*array.shape, first=9) for name, array in tensors.items()}
-    source = source_of(tmp_path, tensors | states)
-    catch_all = "[[map]]\neq = '{p*} <=> net.{p*}'\n"
-
-    def assert_made(text: str, expected: Tensors) -> None:
-        reshard_mpi.transform(source, tmp_path / "dst", map=map_of(tmp_path, text), forward=True, overwrite=True)
-        assert_held(tmp_path / "dst", expected)
-
-    weight, moment = tensors["model.0.w"], states[state.format("model.0.w")]
-    others = {"net.model.0.b": tensors["model.0.b"], state.format("net.model.0.b"): states[state.format("model.0.b")]}
-    turned = "[[map]]\neq = 'model.{p*}.w [o i] <=> net.{p*}.kernel [i o]'\n"
-    expected = {"net.0.kernel": weight.T, state.format("net.0.kernel"): moment.T}
-    assert_made(turned + catch_all, others | expected)
-    renamed = "[[map]]\neq = 'model.{p*}.w <=> net.{p*}.kernel'\n"
-    expected = {"net.0.kernel": weight, state.format("net.0.kernel"): moment}
-    assert_made(renamed + catch_all, others | expected)
-    of_state = f"[[map]]\neq = '{state.format('model.0.w')} [o i] <=> net.of_state [i o]'\n"  # an equation says it
-    expected = {"net.0.kernel": weight, "net.of_state": moment.T}
-    assert_made(renamed + of_state + catch_all, others | expected)
-
-
 @pytest.mark.parametrize("state", ["moments.{}", "{}.exp_avg", "ema.{}", "optim.state.{}.exp_avg"])
 @pytest.mark.parametrize(
     ("text", "new_names"),

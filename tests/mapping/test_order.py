@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -144,30 +144,6 @@ def test_without_the_order_numbers_are_refused(tmp_path: Path, form: str) -> Non
     assert sorted(loaded) == sorted(training())
     for number, name in enumerate(MODEL):
         assert np.array_equal(array_of(loaded["optimizer"]["state"][number]["exp_avg"]), moment(name))
-
-
-@pytest.mark.parametrize("like", few(1, [False, True]))
-def test_state_without_a_tensor_goes_with_its_parameter(tmp_path: Path, like: bool) -> None:
-    """Such as a count of steps that is a plain number."""
-
-    def saved(names: str, steps: Sequence[int]) -> dict[str, Any]:
-        model = {name: stored(np.zeros(2, np.float32)) for name in names}
-        state = {number: {"momentum_buffer": None, "step": step} for number, step in enumerate(steps)}
-        return {
-            "model": model,
-            "optimizer": {"state": state, "param_groups": [{"lr": 0.1, "params": [*range(len(names))]}]},
-        }
-
-    torch_peer.save(tmp_path / "x.pt", saved("abc", (1, 2, 3)))
-    torch_peer.save(tmp_path / "like.pt", saved("edf", (0, 0, 0)))
-    begin = "" if like else "model."
-    equations = [f"[[map]]\neq = '{begin}{own} <=> {begin}{other}'\n" for own, other in zip("abc", "def")]
-    (tmp_path / "map.toml").write_text("".join(equations))
-    options = {"like": tmp_path / "like.pt"} if like else {}
-    how = {"to": "torch", "map": tmp_path / "map.toml", **options}
-    state = transformed(tmp_path / "x.pt", tmp_path / "out", **how)["optimizer"]["state"]
-    names = dict(enumerate("edf")) if like else {name: name for name in "def"}
-    assert {names[key]: each["step"] for key, each in state.items()} == {"d": 1, "e": 2, "f": 3}
 
 
 def test_names_in_the_file_need_no_order(tmp_path: Path) -> None:

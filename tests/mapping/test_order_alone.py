@@ -86,42 +86,6 @@ def test_another_order_of_the_parameters_is_refused(source: Path, kind: str, tmp
         reshard_mpi.transform(source, tmp_path / "dst2", map=equation, like=other)
 
 
-@pytest.mark.parametrize("kind", few(1, ["a list", "lists of groups", "beside state"]))
-@pytest.mark.parametrize("order_in_like", few(1, [None, ["b", "a", "c"], ["a", "b", "c"], ["c", "b", "a"]]))
-def test_a_list_may_have_the_order_of_the_optimizers_numbers(
-    tmp_path: Path, kind: str, order_in_like: list[str] | None
-) -> None:
-    """Master weights and slow ones are kept group after group."""
-
-    def training(path: Path, order: list[str], first: int) -> None:
-        own, names = [tensor(2, 2, value=first + ord(name)) for name in order], [f"l.{name}" for name in order]
-        optimizer: dict[str, Any] = {
-            "state": {number: {"exp_avg": tensor(2, 2, value=number)} for number in range(3)},
-            "param_groups": [
-                {"params": [0], "param_names": names[:1], "decay": 0.1},
-                {"params": [1, 2], "param_names": names[1:], "decay": 0.0},
-            ],
-        }
-        content = {"model": {f"l.{name}": tensor(2, 2, value=first) for name in "abc"}, "optimizer": optimizer}
-        if kind == "beside state":
-            content["optimizer"] = {"base": optimizer, "slow": {at: {"slow": each} for at, each in enumerate(own)}}
-        else:
-            content["optimizer"] = {"base": optimizer, "masters": own if kind == "a list" else [own[:1], own[1:]]}
-        torch_peer.save(path, content)
-
-    order = ["b", "a", "c"] if order_in_like is not None else ["b", "c", "a"]
-    training(tmp_path / "x.pt", order, 1)
-    how: Any = {"map": "model.l.{p*} <=> model.l.{p*}", "forward": True}
-    if order_in_like is not None:
-        training(tmp_path / "like.pt", order_in_like, 7)
-        how |= {"like": tmp_path / "like.pt", "map": "l.{p*} <=> l.{p*}"}
-    if order_in_like in (order, None):  # without it groups keep their order
-        reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", **how)
-    else:
-        with pytest.raises(MapError, match="told by the order of parameters alone would stay"):
-            reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", **how)
-
-
 def test_a_list_of_other_shapes_stays(tmp_path: Path) -> None:
     tensors = {"a.weight": tensor(2, 2), "a.bias": tensor(2)}
     shapes: tuple[tuple[int, ...], ...] = ((2,), (), (2, 2), (2, 2))

@@ -197,33 +197,6 @@ def test_what_hugging_face_does_not_get_is_named(tmp_path: Path) -> None:
         reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "strict", to="hf", strict=True)
 
 
-@pytest.mark.parametrize("form", few(2, ["names", "flat", "stateless"]))
-@pytest.mark.parametrize(
-    ("equation", "key"),
-    few(1, [("net.{p*} <=> model.{p*}", "model"), ("{p*} <=> body.{p*}", "body.net"), ("net.{p*} <=> {p*}", "")]),
-)
-def test_names_in_an_optimizer_stay_where_their_model_gets_another_key(
-    tmp_path: Path, equation: str, key: str, form: str
-) -> None:
-    """They are the model's own. Its dictionary goes along, or there would be none with these names."""
-    saved = training(state=form != "stateless")
-    saved["net"], optimizer = saved.pop("model"), saved.pop("optimizer")
-    if form == "flat":
-        states = optimizer["state"].items()
-        optimizer = {f"state.{name}.{kind}": value for name, own in states for kind, value in own.items()}
-        optimizer |= {f"param_groups.{name}.lr": 0.1 for name in WEIGHTS}
-    saved["optim"] = optimizer
-    loaded = tree_of(converted(tmp_path, saved, map=equation, forward=True, to="torch"))
-    model = loaded[key] if key else loaded
-    assert {*WEIGHTS} < model.keys()
-    if form == "flat":
-        assert loaded["optim"].keys() == optimizer.keys()
-        return
-    assert loaded["optim"]["param_groups"][0]["params"] == [*WEIGHTS]
-    for name, state in loaded["optim"]["state"].items():
-        assert torch_peer.sample_of("", state["exp_avg"]).content == (WEIGHTS[name] * np.float32(10)).tobytes()
-
-
 @pytest.mark.parametrize("state", [True, False])
 @pytest.mark.parametrize(
     ("equation", "problem"),

@@ -10,28 +10,6 @@ from reshard_mpi.planning.rank_plan import Group, ReadGroup
 from reshard_mpi.sharding.box import Box
 
 
-def test_overlaps_are_those_of_each_region() -> None:
-    """Two tensors with the same list of pieces, of which the target takes different parts."""
-    file, dtype = TensorTable("f"), BY_NAME["int8"]
-    listed, boxes = ChunkedTensors("folder"), [Box((0,), (6,)), Box((2,), (4,)), Box((4,), (8,))]
-    for name in "ab":
-        pieces = []
-        for number, box in enumerate(boxes):
-            file.add(f"{name}{number}", file.kind(TensorType(dtype, box.shape)), 0)
-            pieces.append(ListedChunk(box, file, len(file) - 1))
-        listed.add_listed(name, dtype, (8,), pieces)
-    whole, groups = Box.whole((8,)), []
-    for number, region in enumerate((Box((0,), (3,)), Box((3,), (8,)))):
-        route = ReadGroup(0, whole, region, listed, (number,))
-        groups.append(Group(TensorType.of_box(dtype, region, (8,)), ("ab"[number],), (route,)))
-    checks = list(ChunkReads(0, 1).checks(groups, Replicas.CHECK))
-    assert [(check.name, str(check.reads[0].region)) for check in checks] == [
-        ("a", "[2:3]"),
-        ("b", "[3:4]"),
-        ("b", "[4:6]"),
-    ]
-
-
 def test_all_overlaps_are_compared_whole_after_a_sample_of_them() -> None:
     file, dtype = TensorTable("f"), BY_NAME["int8"]
     listed, pieces = ChunkedTensors("folder"), []

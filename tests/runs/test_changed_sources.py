@@ -456,35 +456,6 @@ def test_targets_of_a_restored_backup_beside_others_whose_sources_are_gone(
     assert not (c.dst / "reshard.json").exists()
 
 
-@pytest.mark.parametrize("links", few(1, [False, True]))
-def test_targets_of_a_source_that_was_moved_into_the_place_of_another_when_both_are_gone(
-    c: Conversion, links: bool
-) -> None:
-    """No time of any file tells: the one was saved before the targets of the other were made."""
-    other = copy_of_source(c, "other")
-    if links:
-        c.src.rename(c.folder / "first")
-        c.src.mkdir()
-
-    def lead_to(name: str) -> None:
-        for rank in range(4):
-            (c.src / f"rank_{rank}").unlink(missing_ok=True)
-            (c.src / f"rank_{rank}").symlink_to(c.folder / name / f"rank_{rank}")
-
-    if links:
-        lead_to("first")
-    c.done()
-    if links:
-        lead_to("other")
-    else:
-        c.src.rename(c.folder / "first")
-        other.rename(c.src)
-    c.done("transform", "--rank", "1", "--overwrite")
-    shutil.rmtree(c.src)
-    assert "a source was changed between the targets of ranks 0 and 1" in refused("commit", c.dst)
-    assert not (c.dst / "reshard.json").exists()
-
-
 @pytest.mark.parametrize("how", few(1, ["--resume", "--overwrite"]))
 @pytest.mark.parametrize("more", few(1, [0, 1]))
 def test_nodes_that_have_only_what_their_targets_need(c: Conversion, how: str, more: int) -> None:
