@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from support.command_line import done, run_here
+
+from reshard_mpi.soundness import command, definition
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -75,6 +82,44 @@ def saved(architecture: str, folder: Path, *, layers: int = 2, in_files: str = "
     return folder
 
 
+class ForkedModel(definition.ModelProcess):
+    """Lists a model's tensors in a fork of this process, which has imported what takes a new one two seconds."""
+
+    def __init__(self, config: definition.ModelConfig) -> None:
+        self._config = config
+        self._answer = tempfile.TemporaryFile()  # noqa: SIM115
+        reader, writer = os.pipe()
+        self._fork = os.fork()
+        if self._fork == 0:
+            os.dup2(self._answer.fileno(), 1)
+            os.close(writer)
+            with os.fdopen(reader) as sys.stdin:
+                definition.print_tensors()
+        os.close(reader)
+        with os.fdopen(writer, "w") as stream:
+            json.dump(config.values, stream)
+
+    def result(self) -> definition.Definition | str:
+        """Have the fork's answer taken for that of a process."""
+        self._process = cast("subprocess.Popen[bytes]", SimpleNamespace(communicate=self._communicate))
+        return super().result()
+
+    def _communicate(self, timeout: float) -> tuple[bytes, None]:
+        assert os.waitpid(self._fork, 0)[1] == 0
+        with self._answer as answer:
+            answer.seek(0)
+            return answer.read(), None
+
+    def close(self) -> None:
+        """Leave the fork, which ends by itself."""
+
+
+@pytest.fixture
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "ModelProcess", ForkedModel)
+
+
+@pytest.mark.usefixtures("_forked")
 @pytest.mark.parametrize("architecture", MODELS)
 def test_what_transformers_saves_is_sound(architecture: str, tmp_path: Path) -> None:
     """Every second architecture in one file of two layers, the others in many files of three."""
@@ -83,6 +128,7 @@ def test_what_transformers_saves_is_sound(architecture: str, tmp_path: Path) -> 
     assert f"{architecture} of transformers {transformers.__version__}" in finished.out and "error" not in finished.out
 
 
+@pytest.mark.usefixtures("_forked")
 @pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "LlamaForCausalLM"])
 def test_a_lost_shard_with_a_consistent_index(architecture: str, tmp_path: Path) -> None:
     folder = saved(architecture, tmp_path / "whole", in_files="20KB")
