@@ -27,7 +27,9 @@ from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy import Strategy, named_after
 
 _MAX_DESCRIBED = 4
-_TELLING_ELEMENTS = 8
+# In so few bytes sums of different data may be the same by chance: of a part that one of many targets needs, and of a
+# whole piece, of which there are fewer.
+_TELLING_PART_BYTES, _TELLING_BYTES = 64, 4
 _NOT_APART = "if they have been added already, or are copies of one sum, each would count once more"
 
 
@@ -214,14 +216,16 @@ class GradientJoining:
     ) -> Iterator[ReplicaGroup]:
         """Yield the copies of joined parts, which must not be the same, or their sum would be too large.
 
-        Of few elements they may be the same by chance, so those are left out; so are all that only a mean is taken of.
+        Where the target needs little of a source's piece, the whole piece is compared. A mean of copies is right.
 
         Args:
             itemsize_bytes: of an element.
         """
         for part in parts if self._accumulated is Accumulated.SUM else ():
-            if part.region.size >= _TELLING_ELEMENTS:
-                yield ReplicaGroup(tuple(names), (part,), part.region, _NOT_APART, itemsize_bytes, expect_distinct=True)
+            is_telling = part.region.size * itemsize_bytes >= _TELLING_PART_BYTES
+            region = part.region if is_telling else part.box
+            if region.size * itemsize_bytes >= _TELLING_BYTES:
+                yield ReplicaGroup(tuple(names), (part,), region, _NOT_APART, itemsize_bytes, expect_distinct=True)
 
     def gradients(self, groups: Iterable[tuple[Iterable[str], SourceGroup]]) -> tuple[AccumulatedGradients, ...]:
         """Return what accumulated gradients there are among tensors. groups: the names of each group."""

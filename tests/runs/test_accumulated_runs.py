@@ -23,7 +23,7 @@ from support.conversions import (
     transform_by_function,
     write_conversion,
 )
-from support.examples import few
+from support.examples import few, few_cases
 from support.launch import MPI, by_one_mpi
 from support.oracle import RawLayout
 
@@ -344,7 +344,7 @@ def test_other_types_are_added_in_float32_and_rounded_once(tmp_path: Path, dtype
     ranks = {rank: {"w": w, "grad_sum.w": np.full(2, value, dtype)} for rank, value in enumerate(values)}
     write_ranks(ranks, tmp_path / "src")
     spec = replicated(tmp_path, 4)
-    reshard_mpi.transform(tmp_path / "src", tmp_path / "dst", spec, accumulated="sum", verify=True)
+    reshard_mpi.transform(tmp_path / "src", tmp_path / "dst", spec, accumulated="sum", replicas="any", verify=True)
     shard = read_shard(tmp_path / "dst" / "rank_0" / "checkpoint_0.ckpt")
     assert shard == as_read({"w": w, "grad_sum.w": np.full(2, np.float32(sum(values))).astype(dtype)})
 
@@ -485,6 +485,21 @@ def test_a_damaged_shard_cannot_be_replaced(tmp_path: Path) -> None:
     said = c.refused("transform", *MEAN)
     assert "each has a sum of its own, which no other shard has" in said
     assert "rank_2" in said
+
+
+@few_cases(2, ("length", "targets"), [(1, 1), (3, 1), (6, 2), (64, 16), (64, 64)])
+def test_copies_of_a_small_sum_are_not_added_by_targets_of_small_pieces(
+    tmp_path: Path, length: int, targets: int
+) -> None:
+    random = np.random.default_rng(length)
+    w, total = (random.standard_normal(length).astype(np.float32) for _ in range(2))
+    write_ranks({rank: {"w": w, NAME: total} for rank in (0, 1)}, tmp_path / "src")
+    cut = tmp_path / "cut.toml"
+    cut.write_text(f'mesh = {{ fsdp = {targets} }}\n[[parameter]]\nmatch = "*"\nsplit = {{ 0 = ["fsdp"] }}\n')
+    paths = (tmp_path / "src", tmp_path / "dst", replicated(tmp_path, 2), cut)
+    with pytest.raises(DisagreementError, match=f"copies of '{NAME}' are the same, and would be added"):
+        reshard_mpi.transform(*paths, accumulated="sum")
+    reshard_mpi.transform(*paths, accumulated="mean")
 
 
 @pytest.mark.parametrize("same", few(1, [[0, 1, 0, 1], [0, 1, 2, 1]]), ids=["all", "some"])
