@@ -154,7 +154,7 @@ def test_nothing_is_written_where_a_swapped_link_leads(
     c, private = make(tmp_path, kind), elsewhere(tmp_path)
     do = {"partial": PARTIAL, "folder": FOLDER}[what].format(private=str(private / "private"), elsewhere=str(private))
     done = str(tmp_path / "done")
-    do = f"if plan.target_rank == 0 and not os.path.exists({done!r}): os.mkdir({done!r}); {do}"
+    do = f"if target.plan.target_rank == 0 and not os.path.exists({done!r}): os.mkdir({done!r}); {do}"
     (tmp_path / "stand_in").mkdir()
     steps = {"before": "pass", "after": "pass", moment: do}
     (tmp_path / "stand_in" / "sitecustomize.py").write_text(SWAP.format(**steps))
