@@ -158,8 +158,8 @@ class SharedTargets:
             with self._opened(rank, manifest, identity) as descriptor:
                 span = own.range_of(os.fstat(descriptor).st_size)
                 report = do(own, OpenTarget(plan, manifest, descriptor, span))
-            # Whoever leads the target has looked at the sources at another time.
-            self._plans.inputs[rank].require_sources_unchanged(rank)
+            if span[0] < span[1]:  # whoever leads the target has looked at the sources at another time
+                self._plans.inputs[rank].require_sources_unchanged(rank)
             return report._replace(waited_seconds=waited_seconds)
 
         there = (each for each in slices if each.target in reservations)
