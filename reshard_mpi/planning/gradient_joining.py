@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from reshard_mpi.errors import CoverageError, ReshardError, SourceError, StrategyError
 from reshard_mpi.formats.dtypes import BY_NAME, FLOATS
@@ -77,33 +78,17 @@ class JoinedTensors(TensorTable):
         return self._is_mean, self.kinds, self.kind_ids, self._numbers, shards
 
 
-class GradientJoining:
-    """Decides what one target rank gets of the accumulated gradients that it holds.
+class GradientJoining(NamedTuple):
+    """Decides what one target rank gets of the accumulated gradients that it holds."""
 
-    Attributes:
-        tensors: of the opened shards, by the strategy `source`.
-        manifests, lost: the opened shards, and those that cannot be used, by rank.
-        keeps_errors: a tensor of which it cannot be told what the target gets may be one that nobody wants.
-    """
-
-    def __init__(
-        self,
-        accumulated: Accumulated,
-        source: Strategy,
-        tensors: SourceTensors,
-        target_rank: int,
-        manifests: Mapping[int, Manifest],
-        lost: Mapping[int, UnusableShard],
-        *,
-        keeps_errors: bool = False,
-    ) -> None:
-        self._accumulated = accumulated
-        self._source = source
-        self._tensors = tensors
-        self._target_rank = target_rank
-        self._manifests = manifests
-        self._lost = lost
-        self._keeps_errors = keeps_errors
+    accumulated: Accumulated
+    source: Strategy
+    tensors: SourceTensors  # of the opened shards, by the strategy `source`
+    target_rank: int
+    # manifests, lost: the opened shards, and those that cannot be used, by rank
+    manifests: Mapping[int, Manifest]
+    lost: Mapping[int, UnusableShard]
+    keeps_errors: bool  # a tensor of which it cannot be told what the target gets may be one that nobody wants
 
     def share(self, name: str, group: SourceGroup, target: Placement) -> GradientShare | ReshardError:
         """Return the part of a tensor for the target rank, or, if asked, the reason why it is unknown.
@@ -116,7 +101,7 @@ class GradientJoining:
         try:
             return self._share(name, group, target)
         except (SourceError, StrategyError) as error:
-            if not self._keeps_errors:
+            if not self.keeps_errors:
                 raise
             return error
 
@@ -130,15 +115,15 @@ class GradientJoining:
             return GradientShare.TAKEN
         self._require_known_replicas(name, group, target)
         has_replicas = replicas(group) > 1
-        is_divided = self._accumulated is Accumulated.SUM and target.replicas > 1
+        is_divided = self.accumulated is Accumulated.SUM and target.replicas > 1
         if (has_replicas or is_divided) and group.dtype not in FLOATS:
             raise SourceError(
                 f"{name!r} is called like an accumulated gradient, and holds no floating-point numbers",
-                expected=f"such as float32, of which --accumulated {self._accumulated} takes the {self._accumulated}",
+                expected=f"such as float32, of which --accumulated {self.accumulated} takes the {self.accumulated}",
                 got=str(group.dtype),
                 remedy="give it another name if it is none; leave out --accumulated if all ranks have the same",
             )
-        if is_divided and next(target.holders(target.piece(self._target_rank))) != self._target_rank:
+        if is_divided and next(target.holders(target.piece(self.target_rank))) != self.target_rank:
             return GradientShare.ZEROS
         if not has_replicas:
             return GradientShare.TAKEN
@@ -146,12 +131,12 @@ class GradientJoining:
         return GradientShare.JOINED
 
     def _require_known_replicas(self, name: str, group: SourceGroup, target: Placement) -> None:
-        if not group.listed and self._source.world_size > 1:
+        if not group.listed and self.source.world_size > 1:
             raise StrategyError(
                 f"the source strategy does not place {name!r}, so it is not known which ranks hold parts of one sum",
                 expected="it, or the parameter whose gradient it is, in the source strategy",
                 got="neither",
-                where=self._source.origin,
+                where=self.source.origin,
                 remedy="add it to the source strategy",
             )
         if group.is_tied or len(target.stages) > 1:
@@ -159,20 +144,20 @@ class GradientJoining:
                 f"stages share {name!r}, and nothing says whether their sums are added or averaged",
                 expected="an accumulated gradient of one stage, on both sides",
                 got="several stages of the " + ("source" if group.is_tied else "target"),
-                where=self._source.origin if group.is_tied else "",
+                where=self.source.origin if group.is_tied else "",
                 remedy="save at the end of a step, when there are no sums, and leave out --accumulated",
             )
 
     def _require_parameter(self, name: str, group: SourceGroup) -> None:
         """Raise StrategyError if the parameter is not there whose gradient it is; its copies tell the replicas."""
-        others = [base for base in named_after(name) if base in self._tensors and not is_partial_sum(base)]
-        shapes = [self._tensors.group(base).shape for base in others]
+        others = [base for base in named_after(name) if base in self.tensors and not is_partial_sum(base)]
+        shapes = [self.tensors.group(base).shape for base in others]
         if group.shape not in shapes:
             raise StrategyError(
                 f"it is not certain which ranks hold parts of the same sum in {name!r}",
                 expected=f"the parameter whose gradient it is, of shape {list(group.shape)} as well",
                 got=f"{others[0]!r} of shape {list(shapes[0])}" if others else "no parameter that it is named after",
-                where=self._source.origin,
+                where=self.source.origin,
                 remedy="check the source strategy; the parameter must be in the checkpoint, as its copies are compared",
             )
 
@@ -190,15 +175,15 @@ class GradientJoining:
             names, kind: of the tensors, which have the same `share`, `group` and `parts`.
         """
         if share is GradientShare.ZEROS:
-            return (_zeros(len(names), kind, min(self._manifests)),)
+            return (_zeros(len(names), kind, min(self.manifests)),)
         return tuple(self._joined(names, part, group) for part in parts)
 
     def _joined(self, names: Sequence[str], part: TensorPart, group: SourceGroup) -> ReadGroup:
         holders = sorted(part.placement.holders(part.piece))
         lacking = [rank for rank in holders if rank not in group.ranks]
         if lacking:
-            reasons = [str(self._lost[rank]) for rank in lacking if rank in self._lost]
-            where = (self._manifests[rank].path for rank in lacking[:_MAX_DESCRIBED] if rank in self._manifests)
+            reasons = [str(self.lost[rank]) for rank in lacking if rank in self.lost]
+            where = (self.manifests[rank].path for rank in lacking[:_MAX_DESCRIBED] if rank in self.manifests)
             raise CoverageError(
                 f"parts of the sums in {names[0]!r} are missing",
                 expected=f"them in the shards of {named(holders)}",
@@ -206,8 +191,8 @@ class GradientJoining:
                 where=", ".join(where),
                 remedy="restore these shards: each has a sum of its own, which no other shard has",
             )
-        shards = [self._manifests[rank].tensors for rank in holders]
-        tensors = JoinedTensors(names, shards, is_mean=self._accumulated is Accumulated.MEAN)
+        shards = [self.manifests[rank].tensors for rank in holders]
+        tensors = JoinedTensors(names, shards, is_mean=self.accumulated is Accumulated.MEAN)
         numbers = array("I", range(len(names)))
         return ReadGroup(holders[0], part.box, part.region, tensors, numbers, joined_ranks=tuple(holders))
 
@@ -221,7 +206,7 @@ class GradientJoining:
         Args:
             itemsize_bytes: of an element.
         """
-        for part in parts if self._accumulated is Accumulated.SUM else ():
+        for part in parts if self.accumulated is Accumulated.SUM else ():
             is_telling = part.region.size * itemsize_bytes >= _TELLING_PART_BYTES
             region = part.region if is_telling else part.box
             if region.size * itemsize_bytes >= _TELLING_BYTES:
