@@ -71,13 +71,13 @@ def compare_checks(
     for check in checks:
         if any(takes_numpy(item, item.target_region, limits.buffer_bytes) for item in check.reads):
             before_gathering()
-        differing = first_difference(check, limits=limits)
-        if differing is None:
-            continue
-        if check.refuse:
-            raise _difference(source, check, differing[0].source_rank, differing[1])
-        first, *others = check.reads
         with Files() as files:
+            differing = first_difference(check, limits=limits, files=files)
+            if differing is None:
+                continue
+            if check.refuse:
+                raise _difference(source, check, differing[0].source_rank, differing[1])
+            first, *others = check.reads
             pairs = (check._replace(reads=(first, other)) for other in others)
             ranks = [pair.reads[1].source_rank for pair in pairs if first_difference(pair, limits=limits, files=files)]
         yield Differing(check.name, (first.source_rank, *ranks))

@@ -23,19 +23,15 @@ _TELLING_BYTES = 64 * KIB
 
 
 def first_difference(
-    check: Check, *, limits: Limits, files: Files | None = None, on_bytes: OnBytes = lambda _: None
+    check: Check, *, limits: Limits, files: Files, on_bytes: OnBytes = lambda _: None
 ) -> tuple[ReadItem, tuple[int, ...]] | None:
     """Return a copy that differs from the check's first one, and the index of the first element that differs.
 
     The index is that in the target. None if all copies are equal. Every copy is read once.
 
     Args:
-        files: open files to use; None: they are opened for this check alone.
         on_bytes: called with the number of bytes just compared, of all copies.
     """
-    if files is None:
-        with Files() as files:
-            return first_difference(check, limits=limits, files=files, on_bytes=on_bytes)
     first, *others = check.reads
     itemsize = first.source.dtype.itemsize_bytes
     most_elements = max(1, min(first.region.size, limits.buffer_bytes // 2 // itemsize))

@@ -155,7 +155,7 @@ def _write_each(
         elif _is_scattered(tensor):
             yield from _fill_blocks(files, tensor, part.place, part.span, buffer, scatter.fill)
         else:
-            read = partial(_read, files, limits)
+            read = partial(fill, files, limits=limits)
             yield from _fill_blocks(files, tensor, part.place, part.span, buffer, read)
         if files.traffic.too_large > too_large:
             files.traffic.overflows[tensor.spec.name] = files.traffic.too_large - too_large
@@ -191,10 +191,6 @@ def parts_within(tensors: Iterable[TensorPlan], target: Manifest, span: Span | N
         first, last = place.within(span)
         if first < last:
             yield WrittenPart(tensor, place, (first, last))
-
-
-def _read(files: Files, limits: Limits, item: ReadItem, block: Box, buffer: memoryview) -> None:
-    fill(files, item, block, buffer, limits)
 
 
 def is_transposed(tensor: TensorPlan, limits: Limits) -> bool:

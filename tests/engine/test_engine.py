@@ -350,7 +350,8 @@ def test_first_difference_is_the_first(data: st.DataObject, limits: Limits) -> N
             path.write_bytes(array.tobytes())
             source = ByteRanges((ByteRange(str(path), 0, array.size),))
             reads.append(ReadItem(rank, TensorEntry("w", BY_NAME["uint8"], shape, source), box, box))
-        difference = first_difference(Check("w", tuple(reads), refuse=True, why=""), limits=limits)
+        with Files() as files:
+            difference = first_difference(Check("w", tuple(reads), refuse=True, why=""), limits=limits, files=files)
     assert difference == ((reads[2], at) if differs else None)
 
 
