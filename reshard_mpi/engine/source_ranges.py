@@ -139,39 +139,26 @@ def shares_blocks(tensors: PlannedTensors) -> bool:
     return short_bytes > _LEAST_SHARE * all_bytes
 
 
-class CopiedRun(NamedTuple):
-    """A range of the target that is a range of one source object."""
-
-    start: int  # in the target
-    length_bytes: int
-    path: str  # of the source
-    offset: int  # in it
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length_bytes
-
-    @property
-    def offset_end(self) -> int:
-        return self.offset + self.length_bytes
-
-
-class PlannedPart(NamedTuple):
-    """A part of the target. path: of the object that it is copied from, at `offset`; empty: it is sent."""
+class TargetRange(NamedTuple):
+    """A range of the target. path: of the object that it is copied from, at `offset`; empty: it is sent."""
 
     start: int
     length_bytes: int
     path: str = ""
     offset: int = 0
 
+    @property
+    def end(self) -> int:
+        return self.start + self.length_bytes
 
-def copied_runs(tensors: Iterable[TensorPlan], target: Manifest) -> list[CopiedRun]:
+
+def copied_runs(tensors: Iterable[TensorPlan], target: Manifest) -> list[TargetRange]:
     """Return the ranges of a target, ascending, that are ranges of objects, and long enough for a store to copy.
 
     Shorter ones are among them where they may be longer together with a neighbour of another tensor. All ranges of a
     tensor of which a rank holds some columns would take more memory than its plan.
     """
-    found = list[CopiedRun]()
+    found = list[TargetRange]()
     for tensor in tensors:
         runs = _joined(sorted(_runs_of(tensor, target)))
         last = len(runs) - 1
@@ -179,7 +166,7 @@ def copied_runs(tensors: Iterable[TensorPlan], target: Manifest) -> list[CopiedR
     return sorted(found)
 
 
-def _runs_of(tensor: TensorPlan, target: Manifest) -> Iterator[CopiedRun]:
+def _runs_of(tensor: TensorPlan, target: Manifest) -> Iterator[TargetRange]:
     """Yield the ranges of a tensor that are ranges of objects, without short ones."""
     place, itemsize = Stream(target.payload(tensor.spec.name)), tensor.spec.dtype.itemsize_bytes
     if tensor.spec.size_bytes < _SHORTEST_BYTES or not is_copied(tensor):
@@ -191,15 +178,16 @@ def _runs_of(tensor: TensorPlan, target: Manifest) -> Iterator[CopiedRun]:
         for runs in item.strides(tensor.spec.box).runs(itemsize):
             for path, _, in_files in byte_runs(runs, Stream(stored), place, place.within(None)):
                 for offset, start in in_files.offsets() if is_object_path(path) else ():
-                    yield CopiedRun(start, in_files.length, path, offset)
+                    yield TargetRange(start, in_files.length, path, offset)
 
 
-def _joined(runs: Iterable[CopiedRun]) -> list[CopiedRun]:
+def _joined(runs: Iterable[TargetRange]) -> list[TargetRange]:
     """Return runs, neighbours that are one range of one object as one."""
-    all_runs: list[CopiedRun] = []
+    all_runs: list[TargetRange] = []
     for run in runs:
         last = all_runs[-1] if all_runs else None
-        if last is not None and (last.end, last.path, last.offset_end) == (run.start, run.path, run.offset):
+        behind = None if last is None else (last.end, last.path, last.offset + last.length_bytes)
+        if last is not None and behind == (run.start, run.path, run.offset):
             all_runs[-1] = last._replace(length_bytes=last.length_bytes + run.length_bytes)
         elif run.length_bytes:
             all_runs.append(run)
@@ -218,14 +206,14 @@ class _State(NamedTuple):
 
 def plan_parts(
     size_bytes: int,
-    runs: Iterable[CopiedRun],
+    runs: Iterable[TargetRange],
     *,
     is_uniform: bool = False,
     least: int = LEAST_PART_BYTES,
     sent: int = SENT_BYTES,
     copied: int = COPIED_BYTES,
     most: int = MOST_PARTS,
-) -> list[PlannedPart]:
+) -> list[TargetRange]:
     """Return the parts of a target of `size_bytes` bytes, in their order.
 
     Args:
@@ -246,7 +234,7 @@ def plan_parts(
         least_run, sent = 2 * least_run, 2 * sent
 
 
-def _chosen(size_bytes: int, runs: Sequence[CopiedRun], least: int) -> Iterator[PlannedPart]:
+def _chosen(size_bytes: int, runs: Sequence[TargetRange], least: int) -> Iterator[TargetRange]:
     """Yield parts of any length, so that as few bytes as possible are sent."""
     states: list[list[_State]] = []
     for number, run in enumerate(runs):
@@ -268,13 +256,13 @@ def _chosen(size_bytes: int, runs: Sequence[CopiedRun], least: int) -> Iterator[
 
     best = min((state for of_run in states for state in of_run), key=sent_bytes, default=None)
     if best is None or sent_bytes(best) >= size_bytes:
-        yield PlannedPart(0, size_bytes)
+        yield TargetRange(0, size_bytes)
         return
     yield from _parts_of(best, runs, size_bytes)
 
 
 def _state(
-    number: int, run: CopiedRun, done: int, kept: int, before: _State | None, spare: int, least: int
+    number: int, run: TargetRange, done: int, kept: int, before: _State | None, spare: int, least: int
 ) -> _State | None:
     """Return the way to copy a run after `before`; None if the bytes between cannot be a part.
 
@@ -302,36 +290,36 @@ def _best(states: Iterable[_State]) -> list[_State]:
     return best[:_MOST_STATES]
 
 
-def _parts_of(last: _State, runs: Sequence[CopiedRun], size_bytes: int) -> Iterator[PlannedPart]:
-    copies: list[PlannedPart] = []
+def _parts_of(last: _State, runs: Sequence[TargetRange], size_bytes: int) -> Iterator[TargetRange]:
+    copies: list[TargetRange] = []
     state: _State | None = last
     lent_behind = 0
     while state is not None:
         run = runs[state.number]
         length_bytes = run.length_bytes - state.lent_bytes - lent_behind
-        copies.append(PlannedPart(run.start + state.lent_bytes, length_bytes, run.path, run.offset + state.lent_bytes))
+        copies.append(TargetRange(run.start + state.lent_bytes, length_bytes, run.path, run.offset + state.lent_bytes))
         lent_behind, state = state.lent_before, state.before
     done = 0
     for copy in reversed(copies):
         if copy.start > done:
-            yield PlannedPart(done, copy.start - done)
+            yield TargetRange(done, copy.start - done)
         yield copy
-        done = copy.start + copy.length_bytes
+        done = copy.end
     if done < size_bytes:
-        yield PlannedPart(done, size_bytes - done)
+        yield TargetRange(done, size_bytes - done)
 
 
-def _cut(part: PlannedPart, least: int, sent: int, copied: int) -> Iterator[PlannedPart]:
+def _cut(part: TargetRange, least: int, sent: int, copied: int) -> Iterator[TargetRange]:
     """Yield a part in equal pieces, none of them too long or too short."""
     count = -(-part.length_bytes // (copied if part.path else sent))
     count = max(1, min(count, part.length_bytes // least))
     bounds = [part.length_bytes * number // count for number in range(count + 1)]
     for first, end in pairwise(bounds):
         offset = part.offset + first if part.path else 0
-        yield PlannedPart(part.start + first, end - first, part.path, offset)
+        yield TargetRange(part.start + first, end - first, part.path, offset)
 
 
-def _uniform(size_bytes: int, runs: Sequence[CopiedRun], length_bytes: int) -> Iterator[PlannedPart]:
+def _uniform(size_bytes: int, runs: Sequence[TargetRange], length_bytes: int) -> Iterator[TargetRange]:
     number = 0
     for start in range(0, max(1, size_bytes), length_bytes):
         end = min(start + length_bytes, size_bytes)
@@ -339,6 +327,6 @@ def _uniform(size_bytes: int, runs: Sequence[CopiedRun], length_bytes: int) -> I
             number += 1
         run = runs[number] if number < len(runs) else None
         if run is not None and run.start <= start and end <= run.end:
-            yield PlannedPart(start, end - start, run.path, run.offset + start - run.start)
+            yield TargetRange(start, end - start, run.path, run.offset + start - run.start)
         else:
-            yield PlannedPart(start, end - start)
+            yield TargetRange(start, end - start)

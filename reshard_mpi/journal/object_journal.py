@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from reshard_mpi.engine.source_ranges import CopiedRun, PlannedPart
+from reshard_mpi.engine.source_ranges import TargetRange
 from reshard_mpi.errors import TargetError
 from reshard_mpi.filesystem import object_folders, object_uploads
 from reshard_mpi.filesystem.folders import close
@@ -105,7 +105,7 @@ class ObjectPublication(Publication):
         finally:
             close(self.descriptor)
 
-    def stage(self, manifest: Manifest, runs: Sequence[CopiedRun], recorded: Sequence[Span] = ()) -> StagedParts:
+    def stage(self, manifest: Manifest, runs: Sequence[TargetRange], recorded: Sequence[Span] = ()) -> StagedParts:
         """Begin to send the target; return the object that is told of complete bytes.
 
         Args:
@@ -321,7 +321,7 @@ class ObjectJournal(Journal):
             yield publication
 
     def _upload(
-        self, place: ObjectPlace, rank: int, sources: SourceStates, planned: Sequence[PlannedPart], structure: str
+        self, place: ObjectPlace, rank: int, sources: SourceStates, planned: Sequence[TargetRange], structure: str
     ) -> tuple[Upload, Sequence[SentPart]]:
         """Go on with the upload of a target that a process of this run has left, or begin one; abort all others.
 

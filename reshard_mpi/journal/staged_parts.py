@@ -21,7 +21,7 @@ from typing import Any
 
 from reshard_mpi.engine.checksums import crc_of_pieces
 from reshard_mpi.engine.open_files import sync_and_drop_cache
-from reshard_mpi.engine.source_ranges import MOST_PARTS, SENT_BYTES, CopiedRun, PlannedPart, plan_parts
+from reshard_mpi.engine.source_ranges import MOST_PARTS, SENT_BYTES, TargetRange, plan_parts
 from reshard_mpi.errors import StoreError, StoreUnreachableError, TransformError
 from reshard_mpi.filesystem import object_folders
 from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState, read_range
@@ -41,7 +41,7 @@ FILLED_BYTES = 2 * SENT_BYTES
 _PAGE_BYTES = 4096
 
 # Takes the parts, and a digest of all bytes of the file but payloads; returns an upload, and the parts that it has.
-Begin = Callable[[Sequence[PlannedPart], str], tuple[Upload, Sequence[SentPart]]]
+Begin = Callable[[Sequence[TargetRange], str], tuple[Upload, Sequence[SentPart]]]
 
 
 class StagedParts:
@@ -56,7 +56,7 @@ class StagedParts:
         descriptor: int,
         begin: Begin,
         payloads: Sequence[Span],
-        runs: Sequence[CopiedRun],
+        runs: Sequence[TargetRange],
         *,
         is_streamed: bool,
         recorded: Sequence[Span] = (),
@@ -108,12 +108,12 @@ class StagedParts:
             elif part.path:
                 self._copies[number] = self._copying.submit(self._copy, number)
 
-    def _is_known(self, part: PlannedPart, recorded: Sequence[Span]) -> bool:
+    def _is_known(self, part: TargetRange, recorded: Sequence[Span]) -> bool:
         """Tell whether a part that the store copies lies in a span whose sum is known, and the store tells sums."""
         if not part.path or not self.upload.has_crc:
             return False
         place = bisect_right(recorded, (part.start, self._size_bytes)) - 1
-        return place >= 0 and part.start + part.length_bytes <= recorded[place][1]
+        return place >= 0 and part.end <= recorded[place][1]
 
     @property
     def copied_bytes(self) -> int:
@@ -124,7 +124,7 @@ class StagedParts:
     def copied_spans(self) -> list[Span]:
         """The parts that the store has copied as it was asked to, ascending; a whole file has the same bytes."""
         parts = (self._planned[number] for number in sorted(self._settle()))
-        return [(part.start, part.start + part.length_bytes) for part in parts]
+        return [(part.start, part.end) for part in parts]
 
     def close(self) -> None:
         for pool in (self._pool, self._copying):
@@ -212,7 +212,7 @@ class StagedParts:
         """Have the end of a file sent by which it became longer when it was sealed."""
         rest_bytes, last = os.fstat(self._descriptor).st_size - self._size_bytes, self._planned[-1]
         if rest_bytes and last.path:
-            self._planned.append(PlannedPart(self._size_bytes, rest_bytes))
+            self._planned.append(TargetRange(self._size_bytes, rest_bytes))
             self._is_left_out.append(False)
         elif rest_bytes:
             self._planned[-1] = last._replace(length_bytes=last.length_bytes + rest_bytes)
@@ -319,7 +319,7 @@ class StagedParts:
             return copied._replace(crc=crcs.pop()) if len(crcs) == 1 else None
         return copied if self._content(number).is_told_by(copied, listed) else None
 
-    def _give_back(self, part: PlannedPart) -> None:
+    def _give_back(self, part: TargetRange) -> None:
         """Give back the memory of the payloads of a part, but for sampled pages."""
         if self._memory is None:
             return
@@ -333,18 +333,16 @@ class StagedParts:
         """Yield the number of each part that has bytes of a span, with the first of them and the one after the last."""
         number = bisect_right(self._starts, start) - 1
         while start < end:
-            part = self._planned[number]
-            stop = min(end, part.start + part.length_bytes)
+            stop = min(end, self._planned[number].end)
             yield number, start, stop
             start, number = stop, number + 1
 
-    def _payloads_in(self, part: PlannedPart) -> Iterator[Span]:
+    def _payloads_in(self, part: TargetRange) -> Iterator[Span]:
         """Yield what of payloads lies in a part."""
-        low, high = part.start, part.start + part.length_bytes
-        for start, end in self._payloads[bisect_right(self._ends, low) :]:
-            if start >= high:
+        for start, end in self._payloads[bisect_right(self._ends, part.start) :]:
+            if start >= part.end:
                 break
-            yield max(low, start), min(high, end)
+            yield max(part.start, start), min(part.end, end)
 
 
 def _state_of(source: ObjectPlace) -> ObjectState:

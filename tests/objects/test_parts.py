@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import many
 
-from reshard_mpi.engine.source_ranges import CopiedRun, PlannedPart, plan_parts
+from reshard_mpi.engine.source_ranges import TargetRange, plan_parts
 from reshard_mpi.errors import StoreUnreachableError, TransformError
 from reshard_mpi.filesystem.object_store import ObjectPlace, ObjectState
 from reshard_mpi.filesystem.object_uploads import FilePart, SentPart
@@ -74,8 +74,8 @@ def staged_parts(
     upload: Sent,
     payloads: list[tuple[int, int]],
     part_pages: int,
-    runs: Sequence[CopiedRun] = (),
-    there: Callable[[Sequence[PlannedPart]], Sequence[SentPart]] = lambda _: (),
+    runs: Sequence[TargetRange] = (),
+    there: Callable[[Sequence[TargetRange]], Sequence[SentPart]] = lambda _: (),
     **options: Any,
 ) -> StagedParts:
     """Return the parts of a file, each of so many pages. there: by the plan, those that the store has already."""
@@ -127,11 +127,11 @@ def test_parts_are_made_once_and_whole(data: st.DataObject, size_bytes: int, par
                 if source[offset : offset + last - first] != content[first:last]:
                     source += content[first:last]
                     offset = len(source) - (last - first)
-                runs.append(CopiedRun(first, last - first, "s3:/bucket/source", offset))
+                runs.append(TargetRange(first, last - first, "s3:/bucket/source", offset))
     upload = Sent(bytes(source))
     earlier = data.draw(st.sets(st.integers(1, 20), max_size=3))
 
-    def there(plan: Sequence[PlannedPart]) -> list[SentPart]:
+    def there(plan: Sequence[TargetRange]) -> list[SentPart]:
         numbers = [number for number in earlier if number <= len(plan)]
         planned = [(number, plan[number - 1]) for number in numbers]
         return [upload._taken(number, content[p.start : p.start + p.length_bytes]) for number, p in planned]
@@ -200,12 +200,14 @@ def test_copied_parts_of_a_whole_file_are_the_ones_that_lie_there(
     data: st.DataObject, pages: int, part_pages: int
 ) -> None:
     content = os.urandom(pages * PAGE)
-    runs = [CopiedRun(start, end - start, "s3:/bucket/source", start) for start, end in data.draw(spans(len(content)))]
+    runs = [
+        TargetRange(start, end - start, "s3:/bucket/source", start) for start, end in data.draw(spans(len(content)))
+    ]
     ways = data.draw(st.lists(_WAYS, min_size=2 * pages, max_size=2 * pages))
     upload = Unfaithful(content, ways)
     earlier = data.draw(st.dictionaries(st.integers(1, 20), st.booleans(), max_size=3))
 
-    def there(plan: Sequence[PlannedPart]) -> list[SentPart]:
+    def there(plan: Sequence[TargetRange]) -> list[SentPart]:
         """Tell of parts that another process has sent: the same, or others that are as long."""
         planned = [(number, plan[number - 1]) for number in earlier if number <= len(plan)]
         return [
@@ -235,7 +237,9 @@ def test_copied_parts_of_a_whole_file_are_the_ones_that_lie_there(
 def test_what_has_a_known_sum_need_not_lie_in_a_whole_file(data: st.DataObject, pages: int, part_pages: int) -> None:
     """Nor be read, but where the store has copied other bytes, or does not tell."""
     content, payloads = os.urandom(pages * PAGE), [(0, pages * PAGE)]
-    runs = [CopiedRun(start, end - start, "s3:/bucket/source", start) for start, end in data.draw(spans(len(content)))]
+    runs = [
+        TargetRange(start, end - start, "s3:/bucket/source", start) for start, end in data.draw(spans(len(content)))
+    ]
     known = data.draw(spans(len(content)))
     ways = data.draw(st.lists(_WAYS, min_size=2 * pages, max_size=2 * pages))
     upload, fetched = Unfaithful(content, ways), list[tuple[int, int]]()
@@ -279,7 +283,7 @@ def test_what_a_format_appends_when_it_seals_a_file_is_sent() -> None:
     content = os.urandom(9 * PAGE)
     for end, rest in ((8 * PAGE, []), (9 * PAGE, [b"sum"])):  # behind a part that is sent; behind one that is copied
         upload = Sent(content)
-        runs = [CopiedRun(4 * PAGE, end - 4 * PAGE, "s3:/bucket/source", 4 * PAGE)]
+        runs = [TargetRange(4 * PAGE, end - 4 * PAGE, "s3:/bucket/source", 4 * PAGE)]
         with staged(content, []) as descriptor:
             parts = staged_parts(descriptor, upload, [], 4, runs, is_streamed=False)
             os.pwrite(descriptor, b"sum", len(content))
@@ -311,7 +315,7 @@ def test_what_the_store_has_already_takes_no_memory_when_it_is_put_together_once
     content = os.urandom(256 * PAGE)
     payloads, upload = [(0, len(content))], Sent()
 
-    def there(plan: Sequence[PlannedPart]) -> list[SentPart]:
+    def there(plan: Sequence[TargetRange]) -> list[SentPart]:
         parts = [(number, content[p.start : p.start + p.length_bytes]) for number, p in enumerate(plan, 1)]
         return [upload._taken(*part) for part in parts[:-1]]
 

@@ -33,7 +33,7 @@ from support.fault_proxy import (
 from support.object_servers import Bucket, allowed, forget, names, objects, upload, uploads
 from support.oracle import RawLayout
 
-from reshard_mpi.engine.source_ranges import CopiedRun, PlannedPart, plan_parts
+from reshard_mpi.engine.source_ranges import TargetRange, plan_parts
 from reshard_mpi.filesystem import object_uploads
 from reshard_mpi.journal import staged_parts
 
@@ -237,7 +237,7 @@ def test_runs_that_are_too_short_to_be_copied_are_not_kept(
     """There may be a million in a plan: one for each row of a tensor of which a rank holds columns."""
     kept: list[int] = []
 
-    def counted(size_bytes: int, runs: Sequence[CopiedRun], **named: Any) -> list[PlannedPart]:
+    def counted(size_bytes: int, runs: Sequence[TargetRange], **named: Any) -> list[TargetRange]:
         kept.append(len(runs))
         return plan_parts(size_bytes, runs, **named)
 
