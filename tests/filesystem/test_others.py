@@ -123,7 +123,7 @@ from reshard_mpi.runs import target_writer
 write = target_writer.write_shard
 
 def swap(target, **more):
-    manifest = target.manifest
+    plan, manifest, _, _ = target
     {before}
     written = yield from write(target, **more)
     {after}
