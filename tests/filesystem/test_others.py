@@ -159,7 +159,8 @@ def test_nothing_is_written_where_a_swapped_link_leads(
     steps = {"before": "pass", "after": "pass", moment: do}
     (tmp_path / "stand_in" / "sitecustomize.py").write_text(SWAP.format(**steps))
     before = listing(private)
-    environment = {"PYTHONPATH": str(tmp_path / "stand_in")}
+    path = os.pathsep.join([str(tmp_path / "stand_in"), os.environ.get("PYTHONPATH", "")]).rstrip(":")
+    environment = {"PYTHONPATH": path}
     finished = transform_apart(c, "--jobs", jobs, env=environment)
     assert (tmp_path / "done").exists() and "Traceback" not in finished.err, finished
     assert listing(private) == before
