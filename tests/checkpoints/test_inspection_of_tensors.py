@@ -40,26 +40,6 @@ def file_of(folder: Path, name: str, **tensors: np.ndarray) -> Path:
 LAYERS = {f"layers__{layer}__{kind}": np.zeros((layer + 1, 4), "f4") for layer in (0, 1, 10) for kind in ("w", "b")}
 
 
-def test_tensors_by_a_pattern_in_a_shard(tmp_path: Path) -> None:
-    path = str(file_of(tmp_path, "a", **LAYERS, head=np.zeros(3, "i4")))
-    assert lines(path)[-1] == "  total: 7 tensors, 460 B: 6 float32 (112 elements, 448 B), 1 int32 (3 elements, 12 B)"
-    assert lines(path, "layers.1*.w") == [
-        "safetensors shard: 2 tensors, 208 B",
-        "  layers.1.w  float32 [2, 4]  32 B",
-        "  layers.10.w  float32 [11, 4]  176 B",
-        "  total: 2 tensors, 208 B: 2 float32 (52 elements, 208 B)",
-    ]
-    facts = json.loads(run_here("inspect", path, "head", "--json").out)
-    assert list(facts["tensors"]) == ["head"] and facts["names"] == "head"
-    assert facts["totals"] == {
-        "tensors": 1,
-        "parts": 1,
-        "size_bytes": 12,
-        "by_type": {"int32": {"parts": 1, "elements": 3, "size_bytes": 12}},
-    }
-    assert reshard_mpi.inspect(path, "head") == facts
-
-
 def test_tensors_by_a_pattern_in_rank_folders(c: Conversion) -> None:
     c.done("transform", "--to", "hdf5")
     shown = lines(str(c.dst), "*w")

@@ -19,23 +19,6 @@ from reshard_mpi import MapError
 DROPPED = "[[map]]\neq = 'a [x] <=> b [x]'\n[[map]]\ndrop = '{}'\noptional = true\n"
 
 
-@pytest.mark.parametrize(
-    "state", few(1, ["m.exp_avg.{}", "adam_m.{}", "optimizer.state.{}.exp_avg", "moments.adam_v.{}"])
-)
-def test_state_of_what_is_dropped_goes_with_it(tmp_path: Path, state: str) -> None:
-    tensors: Tensors = {"a": floats(2), "junk": floats(3), "other": floats(4)}
-    states = {state.format(name): array + 10 for name, array in tensors.items()}
-    steps = {f"optimizer.state.{name}.step": np.array(7, np.float32) for name in tensors}
-    source, map_path = source_of(tmp_path, tensors | states | steps), map_of(tmp_path, DROPPED.format("junk"))
-    said = run_here("transform", f"{source}", f"{tmp_path}/dst", "--map", f"{map_path}")
-    assert "left out: junk\n" in said.err
-    assert "left out with the parameters whose state they are: " in said.err and state.format("junk") in said.err
-    kept = {"b": tensors["a"], "other": tensors["other"]}
-    kept |= {state.format("b"): states[state.format("a")], state.format("other"): states[state.format("other")]}
-    kept |= {f"optimizer.state.{name}.step": np.array(7, np.float32) for name in ("b", "other")}
-    assert_held(tmp_path / "dst", kept)
-
-
 def test_a_pattern_that_a_parameter_matches_does_not_take_its_state(tmp_path: Path) -> None:
     tensors: Tensors = {"x.a": floats(2), "moments.x.a": floats(2, first=5), "x.b": floats(3), "moments.x.b": floats(3)}
     text = "[[map]]\neq = 'x.a <=> y.a'\n[[map]]\ndrop = '*x.*'\noptional = true\n"

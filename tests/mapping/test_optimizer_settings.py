@@ -336,28 +336,6 @@ def test_groups_without_state_go_by_their_names_or_stay(tmp_path: Path, are_name
         assert any("without the optimizer's state nothing tells whose they are" in note for note in report.notes)
 
 
-def test_lists_of_another_length_are_the_sources(tmp_path: Path) -> None:
-    """As the milestones of a scheduler are, and a history; but not what has a value by group."""
-
-    def saved(path: Path, rate: float, milestones: list[int], history: list[float], groups: int) -> Path:
-        of_groups = [{"lr": rate, "params": [number]} for number in range(groups)]
-        names = ("a.w", "b.w")[:groups]
-        state = {number: {"exp_avg": tensor(1)} for number in range(groups)}
-        for number, group in enumerate(of_groups):
-            group["param_names"] = [names[number]]
-        scheduler = {"milestones": milestones, "base_lrs": [rate] * groups}
-        saved = {"model": {name: tensor(0) for name in names}, "scheduler": scheduler, "history": history}
-        torch_peer.save(path, {**saved, "optimizer": {"state": state, "param_groups": of_groups}})
-        return path
-
-    src = saved(tmp_path / "x.pt", 0.25, [3, 7], [1.0, 2.0], 2)
-    like = saved(tmp_path / "like.pt", 0.001, [50], [9.0], 2)
-    loaded = transformed(src, tmp_path / "dst", to="torch", map="{p*}.w <=> {p*}.w", like=like)
-    assert [float(group["lr"]) for group in loaded["optimizer"]["param_groups"]] == [0.25, 0.25]
-    assert loaded["scheduler"] == {"milestones": [3, 7], "base_lrs": [0.25, 0.25]}
-    assert loaded["history"] == [1.0, 2.0]
-
-
 def test_a_schedulers_values_by_group_are_the_sources_whatever_the_number_of_groups(tmp_path: Path) -> None:
     def saved(path: Path, rate: float, decays: list[float]) -> Path:
         groups: list[dict[str, Any]] = [
@@ -713,63 +691,12 @@ def test_state_of_another_shape_does_not_stay_under_an_old_name(tmp_path: Path) 
             reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "dst", to="torch", map=equation, forward=True)
 
 
-@pytest.mark.parametrize("form", ["names", "flat"])
-def test_names_of_a_part_that_is_called_as_the_model_is(tmp_path: Path, form: str) -> None:
-    """The optimizer's `model.w` is the tensor `model.model.w`, since its other names lack the beginning as well."""
-    of_form(tmp_path / "x.pt", ("w", "model.w", "model.b"), "optim", form, own=True)
-    pairs = [
-        (f"{before}{old}{end}", f"{before}{new}{end}")
-        for before, end in (("model.", ""), ("optim.state.", ".exp_avg"))
-        for old, new in (("w", "head"), ("model.w", "model.w"), ("model.b", "model.b"))
-    ]
-    (tmp_path / "map.toml").write_text("".join(f'[[map]]\neq = "{old} <=> {new}"\n' for old, new in pairs))
-    loaded = transformed(tmp_path / "x.pt", tmp_path / "dst", to="torch", map=tmp_path / "map.toml", forward=True)
-    for at, name in enumerate(("head", "model.w", "model.b")):
-        assert value_of(loaded["model"][name]) == at
-        if form == "flat":
-            rate, note = loaded["optim"][f"param_groups.{name}.lr"], loaded["optim"][f"state.{name}.note"]
-        else:
-            group = next(group for group in loaded["optim"]["param_groups"] if name in group["params"])
-            rate, note = group["lr"], loaded["optim"]["state"][name]["note"]
-        assert (rate, note) == (0.1 + 0.1 * at, at)
-
-
 def test_equations_of_some_state_leave_other_state_alone(tmp_path: Path) -> None:
     of_form(tmp_path / "x.pt", ("a.w", "b.w"), "optim", "names", own=True)
     pairs = [(f"{begin}a.w{end}", f"{begin}c.w{end}") for begin, end in (("model.", ""), ("optim.state.", ".exp_avg"))]
     (tmp_path / "map.toml").write_text("".join(f'[[map]]\neq = "{old} <=> {new}"\n' for old, new in pairs))
     made = transformed(tmp_path / "x.pt", tmp_path / "dst", to="torch", map=tmp_path / "map.toml", forward=True)
     assert {name: state["note"] for name, state in made["optim"]["state"].items()} == {"c.w": 0, "b.w": 1}
-
-
-@pytest.mark.parametrize("groups", few(1, [1, 2]))
-@pytest.mark.parametrize("has_state", few(1, [False, True]))
-def test_the_only_optimizer_of_both_has_the_settings_of_the_source(
-    tmp_path: Path, has_state: bool, groups: int
-) -> None:
-    """Also below another key; without state nothing else tells what it is."""
-
-    def saved(path: Path, rate: float, name: str, key: str) -> Path:
-        numbers = [[0], [1]] if groups == 2 else [[0, 1]]
-        optimizer = {
-            "state": {number: {"exp_avg": tensor(1)} for number in range(2 * has_state)},
-            "param_groups": [
-                {"lr": rate, "params": own, **({"param_names": [f"{name}{at}" for at in own]} if has_state else {})}
-                for own in numbers
-            ],
-        }
-        torch_peer.save(path, {"model": {f"{name}{at}": tensor(at) for at in range(2)}, key: optimizer})
-        return path
-
-    source, like = saved(tmp_path / "x.pt", 0.1, "a", "optim"), saved(tmp_path / "like.pt", 0.7, "b", "optimizer")
-    (tmp_path / "map.toml").write_text("".join(f'[[map]]\neq = "a{at} <=> b{at}"\n' for at in range(2)))
-    notes = reshard_mpi.transform(
-        source, tmp_path / "dst", to="torch", map=tmp_path / "map.toml", like=like, forward=True
-    ).notes
-    optimizer = tree_of(tmp_path / "dst")["optimizer"]
-    is_told = has_state or groups == 1
-    assert {group["lr"] for group in optimizer["param_groups"]} == {0.1 if is_told else 0.7}
-    assert any("nothing tells which group is which" in note for note in notes) != is_told
 
 
 @pytest.mark.parametrize("like", [False, True])

@@ -489,24 +489,6 @@ def test_networks_of_the_same_names_whose_optimizers_go_by_them(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("form", few(1, ["names", "flat"]))
-@pytest.mark.parametrize("has_state", few(1, [True, False]))
-def test_what_takes_any_name_takes_the_model_with_or_without_state(tmp_path: Path, has_state: bool, form: str) -> None:
-    """SGD without momentum keeps none, and no optimizer does before its first step."""
-    source = {key: two_networks(("fc.w", "c.w"), (form, form))[key] for key in ("model", "optimizer")}
-    if not has_state:
-        source["optimizer"] = {"state": {}, "param_groups": [{"params": ["fc.w"]}]}
-    if not has_state and form == "flat":
-        source["optimizer"] = {"param_groups.fc.w.lr": 0.1}
-    source |= {"teacher": {"proj.w": stored(np.ones((2, 3), np.float32))}, "rng": stored(np.arange(4))}
-    for eq, new in (("{p*} <=> net.{p*}", "net.fc.w"), ("{p*}.w [o i] <=> {p*}.v [i o]", "fc.v")):
-        dst = converted(tmp_path, source, map=eq, forward=True, to="torch", overwrite=True)
-        loaded = tree_of(dst)
-        assert loaded.keys() == source.keys() and [*loaded["model"]] == [new] and [*loaded["teacher"]] == ["proj.w"]
-        if form == "names":
-            assert loaded["optimizer"]["param_groups"][0]["params"] == [new]
-
-
-@pytest.mark.parametrize("form", few(1, ["names", "flat"]))
 @pytest.mark.parametrize("eq", few(2, ["{p*} <=> net.{p*}", "{p*} <=> {p*}.v", "fc.w <=> net.fc.w"]))
 def test_what_an_optimizer_has_besides_stays_in_it(tmp_path: Path, eq: str, form: str) -> None:
     """State of a parameter that is not in the model, as of a loss, an average in the optimizer, and a scale."""
