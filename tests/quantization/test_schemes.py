@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -82,270 +83,205 @@ MODELOPT_NVFP4 = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo
 
 
 class Case(NamedTuple):
+    """A weight of a scheme, and what is known of it.
+
+    text: what is stored, behind the name of the module. Of a companion each length is followed by the dimension that it
+    goes along, and how many elements of that, and of its own, belong together: `12=0/128`, `7168=1/8*3`.
+    """
+
     config: Mapping[str, Any]
-    stored: Stored  # behind the name of the module
     shape: tuple[int, ...]  # of the logical weight
     grain: tuple[int, ...]
-    dims: Mapping[str, tuple[Any, ...]]
+    text: str
     name: str = "weight"
+
+    @property
+    def tensors(self) -> dict[str, tuple[str, list[str]]]:
+        """Types and the texts of lengths, by name."""
+        found = re.findall(r"(\w+) (\w+) \[(.*?)\]", self.text)
+        return {name: (dtype, lengths.split(", ") if lengths else []) for name, dtype, lengths in found}
+
+    @property
+    def stored(self) -> Stored:
+        return {
+            name: (dtype, tuple(int(each.partition("=")[0]) for each in lengths))
+            for name, (dtype, lengths) in self.tensors.items()
+        }
+
+    @property
+    def dims(self) -> dict[str, tuple[Any, ...]]:
+        """The dimensions of companions, as `dims_of` returns them."""
+        _, *companions = self.tensors.items()
+        along = {name: [each.partition("=")[2] for each in lengths] for name, (_, lengths) in companions}
+        return {
+            name: tuple(tuple(map(int, re.split("[/*]", each))) if each else None for each in texts)
+            for name, texts in along.items()
+        }
 
 
 CASES = {
     "DeepSeek-V3 q_a_proj": Case(
-        FP8,
-        {"weight": ("e4m3", (1536, 7168)), "weight_scale_inv": ("f32", (12, 56))},
-        (1536, 7168),
-        (128, 128),
-        {"weight_scale_inv": ((0, 128), (1, 128))},
+        FP8, (1536, 7168), (128, 128), "weight e4m3 [1536, 7168]; weight_scale_inv f32 [12=0/128, 56=1/128]"
     ),
     "DeepSeek-V3 kv_a_proj_with_mqa, half a block at the end": Case(
-        FP8,
-        {"weight": ("e4m3", (576, 7168)), "weight_scale_inv": ("f32", (5, 56))},
-        (576, 7168),
-        (128, 128),
-        {"weight_scale_inv": ((0, 128), (1, 128))},
+        FP8, (576, 7168), (128, 128), "weight e4m3 [576, 7168]; weight_scale_inv f32 [5=0/128, 56=1/128]"
     ),
     "powers of two as scales": Case(
         {**FP8, "scale_fmt": "ue8m0"},
-        {"weight": ("e4m3", (256, 512)), "weight_scale_inv": ("u8", (2, 4))},
         (256, 512),
         (128, 128),
-        {"weight_scale_inv": ((0, 128), (1, 128))},
+        "weight e4m3 [256, 512]; weight_scale_inv u8 [2=0/128, 4=1/128]",
     ),
     "stacked fp8 experts, as vLLM calls them": Case(
         FP8,
-        {"w13_weight": ("e4m3", (256, 4096, 7168)), "w13_weight_scale_inv": ("f32", (256, 32, 56))},
         (256, 4096, 7168),
         (1, 128, 128),
-        {"w13_weight_scale_inv": ((0, 1), (1, 128), (2, 128))},
-        "w13_weight",
+        "w13_weight e4m3 [256, 4096, 7168]; w13_weight_scale_inv f32 [256=0/1, 32=1/128, 56=2/128]",
+        name="w13_weight",
     ),
     "stacked fp8 experts, as transformers calls them": Case(
         FP8,
-        {"gate_up_proj": ("e4m3", (8, 1024, 640)), "gate_up_proj_scale_inv": ("f32", (8, 8, 5))},
         (8, 1024, 640),
         (1, 128, 128),
-        {"gate_up_proj_scale_inv": ((0, 1), (1, 128), (2, 128))},
-        "gate_up_proj",
+        "gate_up_proj e4m3 [8, 1024, 640]; gate_up_proj_scale_inv f32 [8=0/1, 8=1/128, 5=2/128]",
+        name="gate_up_proj",
     ),
     "fp8, one scale a tensor": Case(
-        FP8_TENSOR,
-        {"weight": ("e4m3", (96, 64)), "weight_scale": ("f32", ()), "input_scale": ("f32", (1,))},
-        (96, 64),
-        (1, 1),
-        {"weight_scale": (), "input_scale": (None,)},
+        FP8_TENSOR, (96, 64), (1, 1), "weight e4m3 [96, 64]; weight_scale f32 []; input_scale f32 [1]"
     ),
     "fp8 experts, one scale each": Case(
         FP8_TENSOR,
-        {
-            "down_proj": ("e4m3", (8, 96, 64)),
-            "down_proj_scale_inv": ("f32", (8, 1, 1)),
-            "down_proj_activation_scale": ("f32", (8,)),
-        },
         (8, 96, 64),
         (1, 1, 1),
-        {"down_proj_scale_inv": ((0, 1), None, None), "down_proj_activation_scale": ((0, 1),)},
-        "down_proj",
+        "down_proj e4m3 [8, 96, 64]; down_proj_scale_inv f32 [8=0/1, 1, 1]; down_proj_activation_scale f32 [8=0/1]",
+        name="down_proj",
     ),
     "fp8 experts, one scale for all": Case(
-        FP8_TENSOR,
-        {"weight": ("e4m3", (8, 96, 64)), "weight_scale_inv": ("f32", (1,))},
-        (8, 96, 64),
-        (1, 1, 1),
-        {"weight_scale_inv": (None,)},
+        FP8_TENSOR, (8, 96, 64), (1, 1, 1), "weight e4m3 [8, 96, 64]; weight_scale_inv f32 [1]"
     ),
     "int8 experts": Case(
         INT_GROUP,
-        {"down_proj": ("i8", (8, 96, 320)), "down_proj_scale": ("bf16", (8, 96, 5))},
         (8, 96, 320),
         (1, 1, 64),
-        {"down_proj_scale": ((0, 1), (1, 1), (2, 64))},
-        "down_proj",
+        "down_proj i8 [8, 96, 320]; down_proj_scale bf16 [8=0/1, 96=1/1, 5=2/64]",
+        name="down_proj",
     ),
     "fbgemm": Case(
         {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
-        {"weight": ("e4m3", (96, 64)), "weight_scale": ("f32", (96, 1))},
         (96, 64),
         (1, 1),
-        {"weight_scale": ((0, 1), None)},
+        "weight e4m3 [96, 64]; weight_scale f32 [96=0/1, 1]",
     ),
     "float-quantized, channel": Case(
-        FLOAT_CHANNEL,
-        {"weight": ("e4m3", (4096, 14336)), "weight_scale": ("bf16", (4096, 1))},
-        (4096, 14336),
-        (1, 1),
-        {"weight_scale": ((0, 1), None)},
+        FLOAT_CHANNEL, (4096, 14336), (1, 1), "weight e4m3 [4096, 14336]; weight_scale bf16 [4096=0/1, 1]"
     ),
     "float-quantized, block": Case(
-        FLOAT_BLOCK,
-        {"weight": ("e4m3", (576, 7168)), "weight_scale": ("bf16", (5, 56))},
-        (576, 7168),
-        (128, 128),
-        {"weight_scale": ((0, 128), (1, 128))},
+        FLOAT_BLOCK, (576, 7168), (128, 128), "weight e4m3 [576, 7168]; weight_scale bf16 [5=0/128, 56=1/128]"
     ),
     "float-quantized, tensor": Case(
-        FLOAT_TENSOR,
-        {"weight": ("e4m3", (96, 64)), "weight_scale": ("bf16", (1,)), "k_scale": ("bf16", (1,))},
-        (96, 64),
-        (1, 1),
-        {"weight_scale": (None,), "k_scale": (None,)},
+        FLOAT_TENSOR, (96, 64), (1, 1), "weight e4m3 [96, 64]; weight_scale bf16 [1]; k_scale bf16 [1]"
     ),
     "int-quantized, channel, with zero points": Case(
         INT_CHANNEL,
-        {"weight": ("i8", (96, 64)), "weight_scale": ("f32", (96, 1)), "weight_zero_point": ("i8", (96, 1))},
         (96, 64),
         (1, 1),
-        {"weight_scale": ((0, 1), None), "weight_zero_point": ((0, 1), None)},
+        "weight i8 [96, 64]; weight_scale f32 [96=0/1, 1]; weight_zero_point i8 [96=0/1, 1]",
     ),
     "int-quantized, group": Case(
-        INT_GROUP,
-        {"weight": ("i8", (96, 320)), "weight_scale": ("bf16", (96, 5))},
-        (96, 320),
-        (1, 64),
-        {"weight_scale": ((0, 1), (1, 64))},
+        INT_GROUP, (96, 320), (1, 64), "weight i8 [96, 320]; weight_scale bf16 [96=0/1, 5=1/64]"
     ),
     "pack-quantized": Case(
         PACK,
-        {"weight_packed": ("i32", (4096, 1792)), "weight_scale": ("bf16", (4096, 112)), "weight_shape": ("i64", (2,))},
         (4096, 14336),
         (1, 16),
-        {"weight_scale": ((0, 1), (1, 16)), "weight_shape": (None,)},
+        "weight_packed i32 [4096, 1792]; weight_scale bf16 [4096=0/1, 112=1/16]; weight_shape i64 [2]",
     ),
     "pack-quantized, with zero points": Case(
         PACK_ZEROS,
-        {
-            "weight_packed": ("i32", (4096, 1792)),
-            "weight_scale": ("bf16", (4096, 112)),
-            "weight_zero_point": ("i32", (512, 112)),
-        },
         (4096, 14336),
         (8, 16),
-        {"weight_scale": ((0, 1), (1, 16)), "weight_zero_point": ((0, 8), (1, 16))},
+        "weight_packed i32 [4096, 1792]; weight_scale bf16 [4096=0/1, 112=1/16]; "
+        "weight_zero_point i32 [512=0/8, 112=1/16]",
     ),
     "pack-quantized, act-order": Case(
         PACK_ORDER,
-        {
-            "weight_packed": ("i32", (4096, 1792)),
-            "weight_scale": ("bf16", (4096, 112)),
-            "weight_g_idx": ("i32", (14336,)),
-        },
         (4096, 14336),
         (1, 1),
-        {"weight_scale": ((0, 1), None), "weight_g_idx": ((1, 1, 8),)},
+        "weight_packed i32 [4096, 1792]; weight_scale bf16 [4096=0/1, 112]; weight_g_idx i32 [14336=1/1*8]",
     ),
     "pack-quantized, 8 bits, channel": Case(
         PACK_CHANNEL,
-        {"weight_packed": ("i32", (96, 16)), "weight_scale": ("f32", (96, 1)), "weight_zero_point": ("i32", (24, 1))},
         (96, 64),
         (4, 1),
-        {"weight_scale": ((0, 1), None), "weight_zero_point": ((0, 4), None)},
+        "weight_packed i32 [96, 16]; weight_scale f32 [96=0/1, 1]; weight_zero_point i32 [24=0/4, 1]",
     ),
     "pack-quantized experts": Case(
         PACK,
-        {"w2_weight_packed": ("i32", (8, 64, 32)), "w2_weight_scale": ("bf16", (8, 64, 2))},
         (8, 64, 256),
         (1, 1, 16),
-        {"w2_weight_scale": ((0, 1), (1, 1), (2, 16))},
-        "w2_weight",
+        "w2_weight_packed i32 [8, 64, 32]; w2_weight_scale bf16 [8=0/1, 64=1/1, 2=2/16]",
+        name="w2_weight",
     ),
     "nvfp4": Case(
         NVFP4,
-        {
-            "weight_packed": ("u8", (4096, 7168)),
-            "weight_scale": ("e4m3", (4096, 896)),
-            "weight_global_scale": ("f32", (1,)),
-            "input_global_scale": ("f32", (1,)),
-        },
         (4096, 14336),
         (1, 8),
-        {"weight_scale": ((0, 1), (1, 8)), "weight_global_scale": (None,), "input_global_scale": (None,)},
+        "weight_packed u8 [4096, 7168]; weight_scale e4m3 [4096=0/1, 896=1/8]; weight_global_scale f32 [1]; "
+        "input_global_scale f32 [1]",
     ),
     "mxfp4 of compressed-tensors": Case(
-        MX4,
-        {"weight_packed": ("u8", (96, 160)), "weight_scale": ("u8", (96, 10))},
-        (96, 320),
-        (1, 16),
-        {"weight_scale": ((0, 1), (1, 16))},
+        MX4, (96, 320), (1, 16), "weight_packed u8 [96, 160]; weight_scale u8 [96=0/1, 10=1/16]"
     ),
     "mxfp8 of compressed-tensors": Case(
-        MX8,
-        {"weight": ("e4m3", (96, 320)), "weight_scale": ("u8", (96, 10))},
-        (96, 320),
-        (1, 32),
-        {"weight_scale": ((0, 1), (1, 32))},
+        MX8, (96, 320), (1, 32), "weight e4m3 [96, 320]; weight_scale u8 [96=0/1, 10=1/32]"
     ),
     "ModelOpt fp8": Case(
-        MODELOPT_FP8,
-        {"weight": ("e4m3", (96, 64)), "weight_scale": ("f32", ()), "input_scale": ("f32", ())},
-        (96, 64),
-        (1, 1),
-        {"weight_scale": (), "input_scale": ()},
+        MODELOPT_FP8, (96, 64), (1, 1), "weight e4m3 [96, 64]; weight_scale f32 []; input_scale f32 []"
     ),
     "ModelOpt nvfp4": Case(
         MODELOPT_NVFP4,
-        {
-            "weight": ("u8", (4096, 7168)),
-            "weight_scale": ("e4m3", (4096, 896)),
-            "weight_scale_2": ("f32", ()),
-            "input_scale": ("f32", ()),
-            "pre_quant_scale": ("bf16", (14336,)),
-        },
         (4096, 14336),
         (1, 8),
-        {"weight_scale": ((0, 1), (1, 8)), "weight_scale_2": (), "pre_quant_scale": ((1, 1, 2),), "input_scale": ()},
+        "weight u8 [4096, 7168]; weight_scale e4m3 [4096=0/1, 896=1/8]; weight_scale_2 f32 []; "
+        "input_scale f32 []; pre_quant_scale bf16 [14336=1/1*2]",
     ),
     "GPTQ, Llama-2-7B down_proj": Case(
         GPTQ,
-        {
-            "qweight": ("i32", (1376, 4096)),
-            "qzeros": ("i32", (86, 512)),
-            "scales": ("f16", (86, 4096)),
-            "g_idx": ("i32", (11008,)),
-        },
         (4096, 11008),
         (16, 8),
-        {"scales": ((0, 16), (1, 1)), "qzeros": ((0, 16), (1, 8)), "g_idx": ((0, 1, 8),)},
+        "qweight i32 [1376, 4096]; qzeros i32 [86=0/16, 512=1/8]; scales f16 [86=0/16, 4096=1/1]; "
+        "g_idx i32 [11008=0/1*8]",
     ),
     "GPTQ, act-order": Case(
         {**GPTQ, "desc_act": True, "checkpoint_format": "gptq_v2"},
-        {
-            "qweight": ("i32", (512, 4096)),
-            "qzeros": ("i32", (32, 512)),
-            "scales": ("f16", (32, 4096)),
-            "g_idx": ("i32", (4096,)),
-        },
         (4096, 4096),
         (1, 8),
-        {"scales": (None, (1, 1)), "qzeros": (None, (1, 8)), "g_idx": ((0, 1, 8),)},
+        "qweight i32 [512, 4096]; qzeros i32 [32, 512=1/8]; scales f16 [32, 4096=1/1]; g_idx i32 [4096=0/1*8]",
     ),
     "GPTQ, one group": Case(
         {**GPTQ, "group_size": -1},
-        {"qweight": ("i32", (512, 4096)), "qzeros": ("i32", (1, 512)), "scales": ("f16", (1, 4096))},
         (4096, 4096),
         (1, 8),
-        {"scales": (None, (1, 1)), "qzeros": (None, (1, 8))},
+        "qweight i32 [512, 4096]; qzeros i32 [1, 512=1/8]; scales f16 [1, 4096=1/1]",
     ),
     "GPTQ, 3 bits": Case(
         {**GPTQ, "bits": 3},
-        {"qweight": ("i32", (384, 4096)), "qzeros": ("i32", (32, 384)), "scales": ("f16", (32, 4096))},
         (4096, 4096),
         (12, 32),
-        {"scales": ((0, 12), (1, 1)), "qzeros": ((0, 12), (1, 32, 3))},
+        "qweight i32 [384, 4096]; qzeros i32 [32=0/12, 384=1/32*3]; scales f16 [32=0/12, 4096=1/1]",
     ),
     "AWQ, Llama-2-7B down_proj": Case(
         AWQ,
-        {"qweight": ("i32", (11008, 512)), "qzeros": ("i32", (86, 512)), "scales": ("f16", (86, 4096))},
         (4096, 11008),
         (128, 1),
-        {"scales": ((0, 128), (1, 1, 8)), "qzeros": ((0, 128), (1, 1))},
+        "qweight i32 [11008, 512]; qzeros i32 [86=0/128, 512=1/1]; scales f16 [86=0/128, 4096=1/1*8]",
     ),
     "gpt-oss gate_up_proj": Case(
         MXFP4,
-        {"gate_up_proj_blocks": ("u8", (32, 5760, 90, 16)), "gate_up_proj_scales": ("u8", (32, 5760, 90))},
         (32, 2880, 5760),
         (1, 1, 1, 16),
-        {"gate_up_proj_scales": ((0, 1), (1, 1), (2, 1))},
-        "gate_up_proj",
+        "gate_up_proj_blocks u8 [32, 5760, 90, 16]; gate_up_proj_scales u8 [32=0/1, 5760=1/1, 90=2/1]",
+        name="gate_up_proj",
     ),
 }
 
