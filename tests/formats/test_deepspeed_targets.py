@@ -393,41 +393,43 @@ def test_only_the_files_of_the_same_tag_are_replaced(tmp_path: Path) -> None:
     }
 
 
-def test_a_later_save_of_the_training_stays_the_latest(tmp_path: Path) -> None:
-    """DeepSpeed has gone on from a target, and saved its state in the same folder."""
-    source, out, asked = source_of(tmp_path), tmp_path / "out", {"to": "deepspeed", "dp": 3, "zero_stage": 2}
-    reshard_mpi.transform(source, out, **asked)
-    shutil.copytree(out / "global_step3", out / "global_step10")
-    (out / "latest").write_text("global_step10")
+of_every_framework = pytest.mark.parametrize("to", few(1, ["deepspeed", "megatron"]))
+
+
+def gone_on(folder: Path, to: str) -> tuple[dict[str, Any], Path, Path]:
+    """Make a target that the training has gone on from, with a later save; return how, its pointer, and that save."""
+    out, begin, pointer = folder / "out", "iter_00000", "latest_checkpointed_iteration.txt"
+    asked: dict[str, Any] = {"to": to}
+    if to == "deepspeed":
+        begin, pointer, asked = "global_step", "latest", asked | {"dp": 3, "zero_stage": 2}
+    reshard_mpi.transform(source_of(folder), out, **asked)
+    (own,) = out.glob(f"{begin}*")
+    (out / pointer).write_text("global_step10" if to == "deepspeed" else "10")
+    return asked, out / pointer, Path(shutil.copytree(own, out / f"{begin}10"))
+
+
+@of_every_framework
+def test_a_later_save_of_the_training_stays_the_latest(tmp_path: Path, to: str) -> None:
+    """Also where the commit record was removed meanwhile."""
+    asked, pointer, _ = gone_on(tmp_path, to)
+    source, out = tmp_path / "save", tmp_path / "out"
+    for is_removed in (False, True):
+        if is_removed:
+            (out / "reshard.json").unlink()
+        reshard_mpi.transform(source, out, resume=True, **asked)
+        assert pointer.read_text().endswith("10") and (out / "reshard.json").exists()
+    pointer.write_text(pointer.read_text().replace("10", "9"))  # there is no such folder
     reshard_mpi.transform(source, out, resume=True, **asked)
-    assert (out / "latest").read_text() == "global_step10"
-    (out / "latest").write_text("global_step9")  # there is no such folder
-    reshard_mpi.transform(source, out, resume=True, **asked)
-    assert (out / "latest").read_text() == "global_step3"
+    assert pointer.read_text().endswith("3")
 
 
-def test_a_later_save_stays_the_latest_though_the_commit_record_was_removed(tmp_path: Path) -> None:
-    source, out, asked = source_of(tmp_path), tmp_path / "out", {"to": "deepspeed", "dp": 3, "zero_stage": 2}
-    reshard_mpi.transform(source, out, **asked)
-    shutil.copytree(out / "global_step3", out / "global_step10")
-    (out / "latest").write_text("global_step10")
-    (out / "reshard.json").unlink()
-    reshard_mpi.transform(source, out, resume=True, **asked)
-    assert (out / "latest").read_text() == "global_step10" and (out / "reshard.json").exists()
-
-
-@pytest.mark.parametrize("to", few(1, ["deepspeed", "megatron"]))
+@of_every_framework
 def test_the_pointer_of_a_training_that_has_gone_on_is_nothing_to_be_removed(tmp_path: Path, to: str) -> None:
     """With --overwrite a run of another format removes what the earlier one has made, and refuses what is not its."""
-    source, out = source_of(tmp_path), tmp_path / "out"
-    reshard_mpi.transform(source, out, to=to, **({"dp": 3, "zero_stage": 2} if to == "deepspeed" else {}))
-    pointer = out / ("latest" if to == "deepspeed" else "latest_checkpointed_iteration.txt")
-    (own,) = (path for path in out.iterdir() if path.is_dir() and path.name != ".reshard_mpi")
-    later = out / ("global_step10" if to == "deepspeed" else "iter_0000010")
-    shutil.copytree(own, later)
-    pointer.write_text("global_step10" if to == "deepspeed" else "10")
+    _, pointer, later = gone_on(tmp_path, to)
     with pytest.raises(TargetError, match="no part of the checkpoint"):
-        reshard_mpi.transform(source, out, to="torch", overwrite=True)
+        reshard_mpi.transform(tmp_path / "save", tmp_path / "out", to="torch", overwrite=True)
+    (own,) = tmp_path.glob("out/*3")
     assert pointer.read_text().endswith("10") and later.exists() and own.exists()
 
 

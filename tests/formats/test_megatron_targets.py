@@ -605,19 +605,6 @@ def test_another_run_takes_the_place_of_one(tmp_path: Path) -> None:
     reshard_mpi.verify(later, out)
 
 
-def test_a_later_save_of_the_training_stays_the_latest(tmp_path: Path) -> None:
-    source, out = Training(SHAPES).save(tmp_path / "x.pt"), tmp_path / "out"
-    reshard_mpi.transform(source, out, to="megatron")
-    shutil.copytree(out / "iter_0000003", out / "iter_0000010")
-    pointer = out / "latest_checkpointed_iteration.txt"
-    pointer.write_text("10")
-    reshard_mpi.transform(source, out, to="megatron", resume=True)
-    assert pointer.read_text() == "10"
-    pointer.write_text("9")  # there is no such folder
-    reshard_mpi.transform(source, out, to="megatron", resume=True)
-    assert pointer.read_text() == "3"
-
-
 def test_damage_is_found(tmp_path: Path) -> None:
     source, out = Training(SHAPES).save(tmp_path / "x.pt"), tmp_path / "out"
     reshard_mpi.transform(source, out, to="megatron", verify=True)
