@@ -460,22 +460,6 @@ def test_a_target_is_complete_from_the_instant_on_in_which_it_has_its_name(tmp_p
     }
 
 
-def test_a_target_that_could_not_get_its_name_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "rank_0" / "net.ckpt"
-    write(journal(tmp_path), path, b"older")
-    rename = os.rename
-
-    def refuse(file: str, target: str, **folders: int) -> None:
-        if target == path.name:
-            raise OSError(5, "Input/output error")
-        rename(file, target, **folders)
-
-    monkeypatch.setattr(os, "rename", refuse)
-    with pytest.raises(OSError, match="Input/output"):
-        write(journal(tmp_path, overwrite=True), path, b"newer")
-    assert path.read_bytes() == b"older" and not journal(tmp_path, resume=True).skips(0, path)
-
-
 def test_a_file_that_is_saved_in_the_place_of_a_target_that_has_just_got_its_name_is_not_the_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

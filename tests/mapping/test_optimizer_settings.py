@@ -407,25 +407,6 @@ def test_single_numbers_of_a_renamed_parameter_do_not_stay(tmp_path: Path, left:
     assert {*tree_of(tmp_path / "dst")["optim"]} == {key.replace(".a.", ".b.") for key in optimizer}
 
 
-@pytest.mark.parametrize("form", few(1, FORMS))
-@pytest.mark.parametrize("excluded", ["model.b.w", "*b.w*"])
-def test_a_parameter_that_is_left_out_is_in_no_group(tmp_path: Path, form: str, excluded: str) -> None:
-    of_form(tmp_path / "x.pt", ("a.w", "b.w"), "optim", form, own=True)
-    equations = [("model.a.w", "model.new.w")]
-    if form != "numbers":
-        equations += [("optim.state.a.w.exp_avg", "optim.state.new.w.exp_avg")]
-    (tmp_path / "map.toml").write_text("".join(f'[[map]]\neq = "{old} <=> {new}"\n' for old, new in equations))
-    globs = [excluded, "optim.state.b.w.exp_avg"]
-    optimizer = transformed(
-        tmp_path / "x.pt", tmp_path / "dst", to="torch", map=tmp_path / "map.toml", forward=True, exclude=globs
-    )["optim"]
-    if form == "flat":
-        assert {*optimizer} == {"state.new.w.exp_avg", "state.new.w.note", "param_groups.new.w.lr"}
-    else:
-        assert [*optimizer["state"]] == ["new.w"]
-        assert [group["params"] for group in optimizer["param_groups"]] == [["new.w"], []]
-
-
 @pytest.mark.parametrize("form", ["names", "flat"])
 @pytest.mark.parametrize("wrapper", ["module", "_orig_mod"])
 def test_state_of_a_wrapped_model_goes_with_what_is_excluded(tmp_path: Path, wrapper: str, form: str) -> None:

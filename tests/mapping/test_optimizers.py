@@ -418,30 +418,6 @@ def test_what_leaves_a_doubt_is_refused(tmp_path: Path, change: str) -> None:
         assert "qk" in converted(tmp_path, spoiled(change), MAP_OF_FILES, exclude=left_out)["model"]
 
 
-@pytest.mark.parametrize("form", few(1, ["torch", "hdf5"]))
-def test_settings_and_numbers_go_where_their_parameter_goes(tmp_path: Path, form: str) -> None:
-    """Not to the group or number of the same place: the target has other groups, and other numbers."""
-    source, like = training(), training(LIKE_MODEL, LIKE_PARAMETERS)
-    for number, name in enumerate(PARAMETERS):
-        source["optimizer"]["state"][number]["step"] = 7 if name in "qk" else 10 + number
-    for number in range(len(LIKE_PARAMETERS)):
-        like["optimizer"]["state"][number]["step"] = 1
-    source["optimizer"]["param_groups"] = [
-        {"lr": 0.5, "decay": 0.1, "eps": 1.0, "params": [0, 1], "param_names": ["q", "k"]},
-        {"lr": 0.25, "decay": 0, "eps": 1.0, "params": [2, 3], "param_names": ["bias", "out.weight"]},
-    ]
-    like["optimizer"]["param_groups"] = [
-        {"lr": 9.0, "decay": 0, "params": [0, 1], "param_names": ["out.kernel", "bias"]},
-        {"lr": 9.0, "decay": 0.1, "params": [2], "param_names": ["qk"]},
-    ]
-    torch_peer.save(tmp_path / "like.pt", like)
-    reshard_mpi.transform(tmp_path / "like.pt", tmp_path / "like", to=form)
-    made = converted(tmp_path, source, like=tmp_path / "like", to="torch")["optimizer"]
-    assert [made["state"][number]["step"] for number in range(3)] == [13, 12, 7]
-    assert [(group["lr"], group["decay"]) for group in made["param_groups"]] == [(0.25, 0), (0.5, 0.1)]
-    assert [group["params"] for group in made["param_groups"]] == [[0, 1], [2]]
-
-
 def test_values_under_numbers_are_those_of_the_source(tmp_path: Path) -> None:
     history = {0: 1.5, 1: 0.5}
     made = converted(tmp_path, training(history=history), like=training(LIKE_MODEL, LIKE_PARAMETERS, history={0: 9.0}))
