@@ -217,21 +217,20 @@ def test_what_files_are_like_is_passed_on(tmp_path: Path, given: tuple[str, ...]
 
 def test_the_ranks_that_files_are_packed_for_are_passed_on(tmp_path: Path) -> None:
     deepspeed_peer.write(tmp_path / "save", deepspeed_peer.training({"w": (3, 4)}), deepspeed_peer.Form())
-    given = (
-        *("transform", str(tmp_path / "save"), str(tmp_path / "out"), "--to=deepspeed"),
-        "--dp=3",
-        "--zero-stage=3",
-    )
-    script = done("plan", "--sbatch", *given[1:]).out
-    assert options_of(words_of(tmp_path, script)) == options_of([*given, "--jobs=1", "--resume", "--part", "0/6"])
+    assert_passed_on(tmp_path, "--to=deepspeed", "--dp=3", "--zero-stage=3", parts=6)
 
 
 @pytest.mark.slow
 def test_the_ranks_that_share_out_experts_are_passed_on(tmp_path: Path) -> None:
     megatron_peer.write(tmp_path / "save", megatron_peer.gpt(experts=4), megatron_peer.Form("fully_reshardable"))
-    given = ("transform", str(tmp_path / "save"), str(tmp_path / "out"), "--to=megatron", "--ep=2")
+    assert_passed_on(tmp_path, "--to=megatron", "--ep=2", parts=1)
+
+
+def assert_passed_on(folder: Path, *options: str, parts: int) -> None:
+    """Check that the command in a script of so many tasks has the options that were given."""
+    given = ("transform", str(folder / "save"), str(folder / "out"), *options)
     script = done("plan", "--sbatch", *given[1:]).out
-    assert options_of(words_of(tmp_path, script)) == options_of([*given, "--jobs=1", "--resume", "--part", "0/1"])
+    assert options_of(words_of(folder, script)) == options_of([*given, "--jobs=1", "--resume", "--part", f"0/{parts}"])
 
 
 def test_every_option_that_is_passed_on_is_tried() -> None:

@@ -82,20 +82,14 @@ def test_a_counter_of_each_parameter_becomes_one_if_all_are_the_same(tmp_path: P
         )
 
 
-def test_a_state_of_another_type_keeps_it(tmp_path: Path) -> None:
-    tensors = {"w": floats(3, 2), "moments.w": floats(3, 2).astype(np.float64)}
-    text = "[[map]]\neq = 'w [a b] <=> v [b a] : bf16'"
+@pytest.mark.parametrize(("begin", "capture", "dtype"), [("", "", np.float64), ("net.", "{p*}.", np.float32)])
+def test_a_state_keeps_its_type(tmp_path: Path, begin: str, capture: str, dtype: type) -> None:
+    """Also where the same equation takes both."""
+    tensors = {f"{begin}w": floats(3, 2), f"moments.{begin}w": floats(3, 2).astype(dtype)}
+    text = f"[[map]]\neq = '{capture}w [a b] <=> {capture}v [b a] : bf16'"
     reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", map=map_of(tmp_path, text))
-    expected = {"v": tensors["w"].T.astype(ml_dtypes.bfloat16), "moments.v": tensors["moments.w"].T}
-    assert_held(tmp_path / "dst", expected)
-
-
-def test_a_state_that_the_same_equation_takes_keeps_its_type(tmp_path: Path) -> None:
-    tensors = {"net.w": floats(3, 2), "moments.net.w": floats(3, 2)}
-    text = "[[map]]\neq = '{p*}.w [a b] <=> {p*}.v [b a] : bf16'"
-    reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", map=map_of(tmp_path, text))
-    expected = {"net.v": tensors["net.w"].T.astype(ml_dtypes.bfloat16), "moments.net.v": tensors["net.w"].T}
-    assert_held(tmp_path / "dst", expected)
+    weight, moment = (array.T for array in tensors.values())
+    assert_held(tmp_path / "dst", {f"{begin}v": weight.astype(ml_dtypes.bfloat16), f"moments.{begin}v": moment})
 
 
 def test_a_type_that_the_target_cannot_hold_is_refused(tmp_path: Path) -> None:

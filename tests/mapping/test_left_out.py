@@ -26,18 +26,19 @@ def test_a_pattern_that_a_parameter_matches_does_not_take_its_state(tmp_path: Pa
     assert_held(tmp_path / "dst", {"y.a": tensors["x.a"], "moments.y.a": tensors["moments.x.a"]})
 
 
-def test_state_that_is_named_by_itself_is_dropped_alone(tmp_path: Path) -> None:
-    tensors: Tensors = {"a": floats(2), "moments.a": floats(2), "c": floats(3), "moments.c": floats(3)}
-    map_path = map_of(tmp_path, DROPPED.format("moments.*"))
+@pytest.mark.parametrize(
+    ("dropped", "gone"),
+    [("moments.*", {"moments.a", "moments.c"}), ("c", {"c", "moments.c", "ema.c", "adam_m.ema.c"})],
+    ids=["named by itself", "with the state of its state"],
+)
+def test_which_state_is_dropped(tmp_path: Path, dropped: str, gone: set[str]) -> None:
+    names = ("a", "moments.a", "c", "moments.c", "ema.c", "adam_m.ema.c")
+    tensors: Tensors = {name: floats(2, first=at) for at, name in enumerate(names)}
+    map_path = map_of(tmp_path, DROPPED.format(dropped))
     reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", map=map_path)
-    assert_held(tmp_path / "dst", {"b": tensors["a"], "c": tensors["c"]})
-
-
-def test_state_of_state_goes_as_well(tmp_path: Path) -> None:
-    tensors: Tensors = {"a": floats(2), "junk": floats(2), "ema.junk": floats(2), "adam_m.ema.junk": floats(2)}
-    map_path = map_of(tmp_path, DROPPED.format("junk"))
-    reshard_mpi.transform(source_of(tmp_path, tensors), tmp_path / "dst", map=map_path)
-    assert_held(tmp_path / "dst", {"b": tensors["a"]})
+    kept = {name: array for name, array in tensors.items() if name not in gone}
+    new = {"a": "b", "moments.a": "moments.b"}
+    assert_held(tmp_path / "dst", {new.get(name, name): array for name, array in kept.items()})
 
 
 def test_what_must_be_zero_to_be_dropped_has_a_state_of_zeros(tmp_path: Path) -> None:

@@ -305,15 +305,6 @@ def test_a_folder_whose_latest_checkpoint_is_named_is_no_target(c: Conversion, o
     assert not list(c.dst.glob("rank_*"))
 
 
-def test_functions_point_out_shards_of_another_name(c: Conversion, caplog: pytest.LogCaptureFixture) -> None:
-    strange = c.dst / "rank_1" / "other.ckpt"
-    strange.parent.mkdir(parents=True)
-    strange.write_bytes(b"precious")
-    with caplog.at_level("INFO", "reshard_mpi"):
-        transform_by_function(c)
-    assert f"{strange} will lie beside the new targets" in caplog.text and strange.read_bytes() == b"precious"
-
-
 @pytest.mark.parametrize("to", few(1, [name for name in TARGETS if not formats.info(name).split_by_size]))
 def test_a_rank_that_holds_nothing(tmp_path: Path, to: str) -> None:
     """MindSpore loads no file without a parameter; all other formats have files of nothing that are read again."""
@@ -342,9 +333,12 @@ def test_texts_count_as_what_a_shard_is_read_with(monkeypatch: pytest.MonkeyPatc
         target_plans.require_readable_structure(spec, "safetensors")
 
 
-@pytest.mark.parametrize("lying", ["rank_9/checkpoint_9.ckpt", "model.safetensors"])
+@pytest.mark.parametrize("lying", ["rank_9/checkpoint_9.ckpt", "model.safetensors", "rank_1/other.ckpt"])
 def test_functions_point_out_other_checkpoints(c: Conversion, caplog: pytest.LogCaptureFixture, lying: str) -> None:
-    """Such as the last ranks of an earlier one of more ranks, beside which the new one is not read any more."""
+    """Such as the last ranks of an earlier one of more ranks, beside which the new one is not read any more.
+
+    And shards of another name.
+    """
     strange = c.dst / lying
     strange.parent.mkdir(parents=True)
     strange.write_bytes(b"precious")
