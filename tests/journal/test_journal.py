@@ -220,21 +220,6 @@ def test_nothing_is_created_before_it_begins(tmp_path: Path) -> None:
     assert files(tmp_path) == {"new/.reshard_mpi/run.json", "new/.reshard_mpi/run.lock"}
 
 
-def test_the_same_run_is_joined_and_another_refused(tmp_path: Path) -> None:
-    journal(tmp_path).begin()
-    for join in (journal(tmp_path), journal(tmp_path, resume=True)):
-        join.check()
-        join.begin()
-    other = journal(tmp_path, prefix="net_")
-    for call in (other.check, other.begin):
-        error = refused(call)
-        assert error.problem == "the target folder holds another run"
-        assert error.expected == "an empty folder, or a run with --prefix 'net_'"
-        assert error.got == "a run with --prefix 'checkpoint_'"
-        assert error.where == str(tmp_path)
-    journal(tmp_path).check()  # the refused one has changed nothing
-
-
 def test_overwriting_makes_the_folder_its_own(tmp_path: Path) -> None:
     journal(tmp_path).begin()
     other = journal(tmp_path, overwrite=True, prefix="net_")

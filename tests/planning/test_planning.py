@@ -335,21 +335,6 @@ def test_a_hole_in_some_of_the_holders_is_no_hole() -> None:
     assert [item.source_rank for item in plan.tensors[-1].reads] == [2, 1]
 
 
-def test_a_hole_is_told_with_box_ranks_and_files() -> None:
-    source = Strategy(4, 1, {"w": (Placement((2, 2), ((1,), ())),)})
-    both, none = {"w": (2, 6), "v": (3,)}, {"v": (3,)}
-    error = refusal(CoverageError, source, one_rank(), shards(both, none, both, none))
-    assert error.problem == "no source holds a part of 'w' that target rank 0 needs"
-    assert error.expected == "box [2:4, 0:6] on one of ranks 1, 3"
-    assert error.got == "shards without the tensor"
-    assert error.where == "rank_1, rank_3"
-    manifests = shards(both, none, both)
-    error = refusal(CoverageError, source, one_rank(), {0: manifests[0], 2: manifests[2]})
-    assert (error.expected, error.got) == ("box [2:4, 0:6] on one of ranks 1, 3", "shard missing")
-    error = refusal(CoverageError, two_ranks(w=ROWS), one_rank(), {0: manifests[0]})
-    assert error.expected == "box [2:4, 0:6] on rank 1"
-
-
 def test_a_stage_without_shards_is_a_hole() -> None:
     source = Strategy(4, 2, {"w": (LINE.changed(stages=(0,)),), "v": (LINE.changed(stages=(1,)),)})
     target = one_rank(w=Placement((1,)), v=Placement((1,)))

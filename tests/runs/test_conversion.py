@@ -19,7 +19,7 @@ from reshard_mpi.runs.open_run import strategy_of as filled
 from reshard_mpi.runs.planner import Planner
 from reshard_mpi.runs.scheduling import target_weights
 from reshard_mpi.sharding.placement import Placement
-from reshard_mpi.sharding.strategy import Strategy, unsharded
+from reshard_mpi.sharding.strategy import Strategy
 
 TENSORS = {"w": np.zeros((12, 4), np.float32), "v": np.zeros(6, np.float16), "scale.w": np.zeros((), np.float32)}
 
@@ -74,21 +74,6 @@ def test_stages_that_cut_a_parameter_differently_write_it_once(tmp_path: Path) -
 def test_what_does_not_fit_is_left_for_the_plan_to_refuse(tmp_path: Path) -> None:
     target = Side(14, 2, {"w": RawLayout((7,), (0, -1)), "v": RawLayout((7,), (-1,), stages=(1,))})
     assert weights(tmp_path, target, range(0, 14, 7)) == {0: 0, 7: 12}
-
-
-def test_a_stage_without_shards_is_a_hole_though_rules_name_no_parameters(tmp_path: Path) -> None:
-    cut = Placement((1,), ((0,),), open_ended=True)
-    rules = (("w", cut.with_stages((0,))), ("v", cut.with_stages((1,))))
-    source = Side(2, 2, {"w": RawLayout((1,), ()), "v": RawLayout((1,), (), stages=(1,))})
-    write_shards(source, {name: TENSORS[name] for name in ("w", "v")}, tmp_path, "ckpt")
-    shutil.rmtree(tmp_path / "rank_1")
-    checkpoint = open_source(find_shards(str(tmp_path)), Strategy(2, 2, {}, rules))
-    same = Planner(checkpoint, Strategy(2, 2, {}, rules))
-    assert [tensor.spec.name for tensor in same.plan(0).tensors] == ["w"]
-    listed = Strategy(2, 1, {"w": (Placement((2,)),), "v": (Placement((2,)),)})
-    for planner, rank in ((same, 1), (Planner(checkpoint, listed), 0), (Planner(checkpoint, unsharded()), 0)):
-        with pytest.raises(CoverageError, match=r"'v' is there(.|\n)*stage 1(.|\n)*shards of stage 0"):
-            planner.plan(rank)
 
 
 def test_the_only_shard_of_a_part_that_is_gone_is_a_hole_though_rules_name_no_parameters(tmp_path: Path) -> None:
