@@ -10,7 +10,7 @@ from support import ckpt_peer
 from support.cases import Side
 from support.checkpoints import as_read, expected_rank, read_shard, write_shard, write_strategy
 from support.conversions import TENSORS, Conversion, assert_right, listing, make, write_conversion
-from support.examples import few, one_at_a_time
+from support.examples import few, few_cases, one_at_a_time
 from support.oracle import RawLayout
 from support.strategy_files import write_stage_file
 
@@ -199,9 +199,10 @@ def test_what_was_never_saved_need_not_be_placed_and_a_stage_that_is_gone_may_ho
 
 
 @pytest.mark.parametrize("holder", few(1, [0, 1]))
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     ("elements", "source", "target"),
-    few(1, [(4, -1, None), (4, -1, -1), (4, -1, 0), (0, -1, None), (0, -1, -1), (0, 0, 0), (0, 0, -1)]),
+    [(4, -1, None), (4, -1, -1), (4, -1, 0), (0, -1, None), (0, -1, -1), (0, 0, 0), (0, 0, -1)],
 )
 def test_what_one_rank_alone_has_saved(
     tmp_path: Path, holder: int, elements: int, source: int, target: int | None
@@ -279,9 +280,7 @@ def test_a_string_in_place_of_a_tensor_that_others_hold(c: Conversion, name: str
 # Copies that should be the same, but that only the target cuts
 
 
-@pytest.mark.parametrize(
-    ("ranks", "options"), few(1, one_at_a_time([2, 4], [(), ("--strict",), ("--replicas", "check")]))
-)
+@few_cases(1, ("ranks", "options"), one_at_a_time([2, 4], [(), ("--strict",), ("--replicas", "check")]))
 def test_what_only_the_target_cuts_is_not_made_of_copies_that_differ(
     tmp_path: Path, ranks: int, options: tuple[str, ...]
 ) -> None:

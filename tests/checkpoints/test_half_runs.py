@@ -99,9 +99,10 @@ def spec(folder: Path) -> Path:
     return folder / "rows.toml"
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     ("form", "first", "verify"),
-    few(1, one_at_a_time(["hf", "hdf5", "dcp", "safetensors"], ["ours", "of others"], [True, False])),
+    one_at_a_time(["hf", "hdf5", "dcp", "safetensors"], ["ours", "of others"], [True, False]),
 )
 def test_half_replaced_targets_are_no_checkpoint(tmp_path: Path, form: str, first: str, verify: bool) -> None:
     out = tmp_path / "out"
@@ -471,9 +472,10 @@ def test_half_replaced_targets_through_links_to_all_files(tmp_path: Path, form: 
 
 
 @pytest.mark.parametrize("by", few(1, ["commit", "resume"]))
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     ("state", "refusal"),
-    few(1, [(1, "committed by another run"), (2, "another file in the place|has not written lies where")]),
+    [(1, "committed by another run"), (2, "another file in the place|has not written lies where")],
 )
 def test_records_of_an_older_run_over_a_newer_one_are_not_committed(
     tmp_path: Path, by: str, state: int, refusal: str

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support.checkpoints import copied_in_order, write_shard
 from support.command_line import done, run_here
-from support.examples import few
+from support.examples import few, few_cases
 
 import reshard_mpi
 from reshard_mpi import SourceError, StrategyError
@@ -69,9 +69,7 @@ def test_a_lost_shard_that_nothing_replaces_is_named(made: Path, tmp_path: Path)
         reshard_mpi.transform(made, tmp_path / "one", to="safetensors")
 
 
-@pytest.mark.parametrize(
-    "how", few(1, ["no commit", "no record", "another size", "another run", "no table", "no JSON", "saved over"])
-)
+@few_cases(1, "how", ["no commit", "no record", "another size", "another run", "no table", "no JSON", "saved over"])
 def test_other_files_need_a_strategy(made: Path, tmp_path: Path, how: str) -> None:
     record, commit = made / ".reshard_mpi" / "strategy.json", made / "reshard.json"
     if how == "no commit":

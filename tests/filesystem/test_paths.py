@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.command_line import done, refused, run_here
 from support.conversions import Conversion, listing, make
-from support.examples import few, one_at_a_time
+from support.examples import few, few_cases, one_at_a_time
 from support.processes import Finished
 
 import reshard_mpi
@@ -92,8 +92,8 @@ def a_merged_strategy(c: Conversion) -> tuple[Path, Callable[[], Finished]]:
 OUTPUTS = [a_target, a_target_of_the_function, a_target_by_rank, a_report, a_commit_record, a_lock, a_merged_strategy]
 
 
-@pytest.mark.parametrize(
-    ("output", "obstacle"), few(4, [*one_at_a_time(OUTPUTS, OBSTACLES), *((a_lock, name) for name in [*OBSTACLES][1:])])
+@few_cases(
+    4, ("output", "obstacle"), [*one_at_a_time(OUTPUTS, OBSTACLES), *((a_lock, name) for name in [*OBSTACLES][1:])]
 )
 def test_only_files_are_replaced(
     c: Conversion, tmp_path: Path, output: Callable[[Conversion], tuple[Path, Callable[[], Finished]]], obstacle: str

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import dcp_peer, torch_peer
 from support.dcp_peer import MetadataIndex, Size, arrays_of, listed
-from support.examples import few
+from support.examples import few_cases
 from support.torch_runs import transformed, tree_of
 
 from reshard_mpi import formats, transform
@@ -143,9 +143,7 @@ def test_paths_become_a_nest(tmp_path: Path) -> None:
     assert order is not None and [*decoded(order)] == ["a.b.c", "l.1"]
 
 
-@pytest.mark.parametrize(
-    ("members", "keys"), few(1, [([[0], [1]], [0, 1]), ([["0"], ["1"]], ["0", "1"]), ([[0], [2]], [0, "1"])])
-)
+@few_cases(1, ("members", "keys"), [([[0], [1]], [0, 1]), ([["0"], ["1"]], ["0", "1"]), ([[0], [2]], [0, "1"])])
 def test_state_by_number_has_numbers_again(tmp_path: Path, members: list[list[Any]], keys: list[Any]) -> None:
     """torch's `load_state_dict` passes over state under texts, as its planner makes them, without an error."""
     one = np.ones(2, np.float32)

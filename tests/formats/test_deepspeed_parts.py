@@ -389,9 +389,7 @@ def with_another_module_of_the_name(root: Any) -> None:
     root["pipeline_layout"]["stages"][0].append(other)
 
 
-@pytest.mark.parametrize(
-    ("edit", "got"), few(1, [(with_other_contents, "differ"), (with_another_module_of_the_name, "tied_modules.s.w")])
-)
+@few_cases(1, ("edit", "got"), [(with_other_contents, "differ"), (with_another_module_of_the_name, "tied_modules.s.w")])
 def test_what_layers_share_must_be_told_apart(tmp_path: Path, edit: Callable[[Any], None], got: str) -> None:
     source = in_torch(tmp_path, saved(tmp_path, pipeline(), PIPELINE), edit)
     with pytest.raises(reshard_mpi.ReshardError, match=got):

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import deepspeed_peer, torch_peer
 from support.deepspeed_peer import Form, Training
-from support.examples import few, many
+from support.examples import few, few_cases, many
 
 import reshard_mpi
 from reshard_mpi.errors import TargetError, UsageError
@@ -162,9 +162,7 @@ def test_a_model_without_an_optimizer_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "excluded", few(1, ["optimizer.state.a.weight.exp_avg", "*.step", "optimizer.state.b.weight.*"])
-)
+@few_cases(1, "excluded", ["optimizer.state.a.weight.exp_avg", "*.step", "optimizer.state.b.weight.*"])
 def test_a_training_that_lacks_something_is_refused(tmp_path: Path, excluded: str) -> None:
     asked: dict[str, Any] = {"to": "deepspeed", "dp": 2, "zero_stage": 2}
     if excluded == "*.step":  # of no parameter: it is the optimizer's then, and goes with it

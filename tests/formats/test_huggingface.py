@@ -18,7 +18,7 @@ from support import safetensors_peer
 from support.checkpoints import copied_in_order
 from support.command_line import done, refused
 from support.conversions import TENSORS, Conversion, listing, make
-from support.examples import few
+from support.examples import few, few_cases
 
 import reshard_mpi
 from reshard_mpi import formats
@@ -182,9 +182,7 @@ def test_files_of_an_earlier_run_in_a_copy_without_times_are_not_removed(tmp_pat
     assert listing(there.dst) == before
 
 
-@pytest.mark.parametrize(
-    "change", few(1, ["another size", "modified", "modified, by an earlier version", "a link", "no record"])
-)
+@few_cases(1, "change", ["another size", "modified", "modified, by an earlier version", "a link", "no record"])
 def test_files_that_somebody_has_changed_are_not_removed(tmp_path: Path, change: str) -> None:
     there, _ = written(tmp_path, "--max-shard-size", "140")
     path, record = there.dst / "model-00002-of-00003.safetensors", there.dst / ".reshard_mpi" / "rank_1.json"

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import dcp_peer, torch_peer
 from support.command_line import done, refused, run_here
-from support.examples import few, many
+from support.examples import few, few_cases, many
 from support.megatron_peer import FORMS, KINDS, Contents, Form, Surprise, Training, gpt, write
 from support.torch_runs import tree_of
 
@@ -528,9 +528,7 @@ def without_dimensions(word: str) -> Any:
     return change
 
 
-@pytest.mark.parametrize(
-    "word", few(1, ["word_embeddings.weight", "linear_proj.weight", "experts.linear_fc2", "bucket_idx_0", "_avg."])
-)
+@few_cases(1, "word", ["word_embeddings.weight", "linear_proj.weight", "experts.linear_fc2", "bucket_idx_0", "_avg."])
 def test_scalars_are_refused(tmp_path: Path, word: str) -> None:
     form = replace(EXPERTS, state=FORMS[2] if word == "_avg." else FORMS[0])
     write(tmp_path, gpt(2, experts=4), form, spoil=without_dimensions(word))

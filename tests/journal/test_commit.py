@@ -419,9 +419,7 @@ def run_file(folder: Path) -> Path:
 # Shards that do not belong together
 
 
-@pytest.mark.parametrize(
-    "last", few(2, [["--part", "1/2"], ["--resume"], ["--rank", "1"], ["--resume", "--jobs", "3"]])
-)
+@few_cases(2, "last", [["--part", "1/2"], ["--resume"], ["--rank", "1"], ["--resume", "--jobs", "3"]])
 def test_targets_of_different_moments(c: Conversion, last: list[str]) -> None:
     for rank in (2, 3):  # target 0 reads 0 and 1, target 1 reads these
         c.rewrite(rank, {"global_step": np.array(8, np.int32)})

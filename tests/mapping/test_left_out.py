@@ -172,9 +172,7 @@ def of_two(word: str, state: str, begin: str = "") -> Tensors:
 
 
 @pytest.mark.parametrize("way", few(2, ["{0} <=> z.new", "{0} [a b] <=> {0} [(a | 8) b]", "drop"]))
-@pytest.mark.parametrize(
-    ("word", "state"), few(1, [*((word, "moment1.{}") for word in ("state", "momentum")), ("ema", "{}.exp_avg")])
-)
+@few_cases(1, ("word", "state"), [*((word, "moment1.{}") for word in ("state", "momentum")), ("ema", "{}.exp_avg")])
 @pytest.mark.parametrize("is_longer", few(1, [True, False]))
 def test_a_parameter_with_moments_of_its_own_is_no_state_of_another(
     tmp_path: Path, word: str, state: str, way: str, is_longer: bool
@@ -345,9 +343,7 @@ def test_what_is_excluded_need_not_be_alike(tmp_path: Path) -> None:
 STACKED = "[[map]]\neq = 'model.layers.{l}.w [a b] <=> net.w [l b a]'\n"
 
 
-@pytest.mark.parametrize(
-    "state", few(1, ["optim.exp_avg.{}", "optim/exp_avg/{}", "optimizer.state.{}.exp_avg", "model.adam_m.{}"])
-)
+@few_cases(1, "state", ["optim.exp_avg.{}", "optim/exp_avg/{}", "optimizer.state.{}.exp_avg", "model.adam_m.{}"])
 def test_state_named_after_a_part_of_a_parameters_name_is_no_state_that_stays(tmp_path: Path, state: str) -> None:
     """It would be that of a parameter that is no longer there as it was."""
     tensors: Tensors = {f"model.layers.{number}.w": floats(2, 3, first=number) for number in range(2)}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import torch_peer
-from support.examples import few, one_at_a_time
+from support.examples import few, few_cases, one_at_a_time
 from support.torch_runs import array_of, stored, transformed, tree_made_of, tree_of
 
 import reshard_mpi
@@ -170,9 +170,10 @@ def test_state_of_a_parameter_beside_one_that_is_called_like_it(
         assert value_of(loaded["optim"]["state"][key_of[name]]["exp_avg"]) == 10 + number
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    2,
     ("between", "rates", "seeds"),
-    few(2, one_at_a_time(["torch", "dcp", "safetensors"], [(0.1, 0.1), (0.1, 0.2)], [(3, 3), (3, 4)])),
+    one_at_a_time(["torch", "dcp", "safetensors"], [(0.1, 0.1), (0.1, 0.2)], [(3, 3), (3, 4)]),
 )
 @pytest.mark.parametrize("is_flat", few(1, [True, False]))
 def test_optimizers_of_stages_are_joined(
@@ -751,9 +752,7 @@ def test_state_goes_with_the_parameter_that_its_optimizer_means(tmp_path: Path) 
     assert {name for name, state in held.items() if "exp_avg" in state} == {"fc"}
 
 
-@pytest.mark.parametrize(
-    "groups", few(1, [({"params": ["a.w"]},), [{"params": ("a.w",)}], {"all": {"params": ["a.w"]}}])
-)
+@few_cases(1, "groups", [({"params": ["a.w"]},), [{"params": ("a.w",)}], {"all": {"params": ["a.w"]}}])
 @pytest.mark.parametrize("like", few(1, [False, True]))
 def test_groups_that_are_kept_otherwise_do_not_keep_old_names(tmp_path: Path, groups: Any, like: bool) -> None:
     saved = {"a.w": tensor(1), "b.w": tensor(2), "optim": {"state": {"a.w": {"m": tensor(3)}}, "param_groups": groups}}

@@ -1300,9 +1300,10 @@ def test_another_model_of_the_same_names_may_be_left_out(tmp_path: Path) -> None
     assert {*made["model"]} == {*made["optim"]["state"]} == {"b.v"}
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    2,
     ("name", "way", "are_numbered"),
-    few(2, one_at_a_time(["step", "exp_avg", "loop.step"], ["exclude", "drop", "equation"], [False, True])),
+    one_at_a_time(["step", "exp_avg", "loop.step"], ["exclude", "drop", "equation"], [False, True]),
 )
 def test_a_tensor_that_is_called_as_state_is_behind_its_parameter(
     tmp_path: Path, name: str, way: str, are_numbered: bool

@@ -77,9 +77,7 @@ def test_values_are_the_sources(tmp_path: Path, own: Any, like: Any) -> None:
 UNLIKE, TURNED = {"a.w": 0.1, "b.w": 0.2}, {"b.w": 9.0, "a.w": 8.0}
 
 
-@pytest.mark.parametrize(
-    ("form", "like"), few(2, [("numbers", "names"), ("numbers", "flat"), ("flat", "names"), ("flat",) * 2])
-)
+@few_cases(2, ("form", "like"), [("numbers", "names"), ("numbers", "flat"), ("flat", "names"), ("flat",) * 2])
 @pytest.mark.parametrize("key", few(1, ["base_lrs", "base_values"]))
 def test_values_by_group_are_refused_where_groups_are_in_another_order(
     tmp_path: Path, key: str, form: str, like: str

@@ -173,9 +173,7 @@ def test_the_map_that_is_a_part_of_a_training_by_numbers_stays_so(tmp_path: Path
         converted(tmp_path, numbered, map=RENAMING, to="torch")
 
 
-@pytest.mark.parametrize(
-    "options", few(1, [{}, {"map": RENAMING}, {"max_shard_size": 40}, {"jobs": 2, "max_shard_size": 40}])
-)
+@few_cases(1, "options", [{}, {"map": RENAMING}, {"max_shard_size": 40}, {"jobs": 2, "max_shard_size": 40}])
 def test_a_hugging_face_folder_gets_the_model(tmp_path: Path, options: dict[str, Any]) -> None:
     dst = converted(tmp_path, training(), to="hf", **options)
     names = RENAMED if "map" in options else {name: name for name in WEIGHTS}
@@ -473,9 +471,7 @@ def test_networks_whose_optimizers_have_two_forms(
 
 
 @pytest.mark.parametrize("form", few(1, ["names", "flat"]))
-@pytest.mark.parametrize(
-    "equation", few(2, ["critic.{p*} <=> critic.x.{p*}", "fc.w <=> fd.w", "critic.fc.w [o i] <=> critic.fc.w [i o]"])
-)
+@few_cases(2, "equation", ["critic.{p*} <=> critic.x.{p*}", "fc.w <=> fd.w", "critic.fc.w [o i] <=> critic.fc.w [i o]"])
 def test_networks_of_the_same_names_whose_optimizers_go_by_them(tmp_path: Path, equation: str, form: str) -> None:
     """Nothing tells which optimizer is whose."""
     source = two_networks(("fc.w", "fc.w"), (form, form))

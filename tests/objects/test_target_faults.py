@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.cases import Side
 from support.conversions import Conversion, write_conversion
-from support.examples import few
+from support.examples import few, few_cases
 from support.fault_proxy import (
     ACCESS_DENIED,
     CONFLICT,
@@ -97,8 +97,8 @@ def test_a_store_that_keeps_no_conditions_is_refused(
     assert_whole(moto, c)
 
 
-@pytest.mark.parametrize(
-    "told", few(2, ["without UploadId", "without Key", "without ETag", "without Size", "cannot be understood", "again"])
+@few_cases(
+    2, "told", ["without UploadId", "without Key", "without ETag", "without Size", "cannot be understood", "again"]
 )
 def test_answers_that_nobody_can_use(moto: Bucket, proxy: FaultProxy, c: Conversion, told: str) -> None:
     """Fields that are not there or have no value, and a listing whose end never comes."""

@@ -12,7 +12,7 @@ import pytest
 from support.checkpoints import write_ranks
 from support.command_line import COMMAND, done, refused, run_apart, run_here
 from support.conversions import Conversion, listing
-from support.examples import few
+from support.examples import few, few_cases
 from support.launch import MPI
 from support.object_servers import Bucket, delete, download, forget, names, objects, put, uploads
 
@@ -144,9 +144,7 @@ def test_a_run_that_is_refused_leaves_the_strategy_of_the_other(moto: Bucket) ->
     assert strategy_of_run(first.folder, first.identity.digest) is not None
 
 
-@pytest.mark.parametrize(
-    "name", few(2, [TARGETS[1], "reshard.json", ".reshard_mpi/run.json", ".reshard_mpi/rank_1.json"])
-)
+@few_cases(2, "name", [TARGETS[1], "reshard.json", ".reshard_mpi/run.json", ".reshard_mpi/rank_1.json"])
 @pytest.mark.parametrize("content", few(1, [b"of somebody else", b"{}"]))
 def test_a_foreign_object_in_the_place_of_one_of_ours(moto: Bucket, c: Conversion, name: str, content: bytes) -> None:
     put(moto / f"out/{name}", content)

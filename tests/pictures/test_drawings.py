@@ -12,7 +12,7 @@ from io import BytesIO
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.examples import few
+from support.examples import few_cases
 
 from reshard_mpi.errors import UsageError
 from reshard_mpi.pictures.figures import DrawnBlock, DrawnMove, Feed, Figures, Flow, Panel, Shards, TensorCut
@@ -150,9 +150,7 @@ def assert_within(scene: Scene) -> None:
             assert item.x + text_width(item.text, item.size) * 0.9 <= scene.width + 1, item
 
 
-@pytest.mark.parametrize(
-    ("sources", "targets"), few(2, [(1, 1), (1, 64), (64, 1), (8, 8), (64, 64), (3, 17), (16384, 16384)])
-)
+@few_cases(2, ("sources", "targets"), [(1, 1), (1, 64), (64, 1), (8, 8), (64, 64), (3, 17), (16384, 16384)])
 def test_a_matrix_of_any_size_fits_its_picture(sources: int, targets: int) -> None:
     drawn = figures(sources=sources, targets=targets, name="a/long/path" * 30)
     scene = matrix_scene(drawn)

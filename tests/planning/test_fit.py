@@ -15,7 +15,7 @@ from hypothesis import given
 from support.checkpoints import as_read, read_shard, write_ranks, write_shard
 from support.command_line import CommandLine, done, run_apart, run_here
 from support.conversions import listing
-from support.examples import few, many, one_at_a_time
+from support.examples import few, few_cases, many, one_at_a_time
 from support.launch import MPI, by_one_mpi
 from support.wrong_specs import Rule, Slip, Spec, contradictions, outcome, slips
 
@@ -108,9 +108,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(
-    ("way", "what"), few(4, one_at_a_time(["transform", "plan", "part", "function", "verify", "jobs"], WRONG))
-)
+@few_cases(4, ("way", "what"), one_at_a_time(["transform", "plan", "part", "function", "verify", "jobs"], WRONG))
 def test_a_wrong_strategy_is_refused_and_named(tmp_path: Path, what: str, way: str) -> None:
     c = Checkpoint(tmp_path)
     spec, *patterns = WRONG[what]
@@ -723,9 +721,7 @@ def test_state_that_only_the_rule_for_all_catches_is_dropped(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "stages"), few(1, one_at_a_time([(64, 32, 8), (16384,), (2048, 8), (3, 5, 7), (16383,)], [64, 4, 1]))
-)
+@few_cases(1, ("mesh", "stages"), one_at_a_time([(64, 32, 8), (16384,), (2048, 8), (3, 5, 7), (16383,)], [64, 4, 1]))
 def test_few_of_many_shards_are_opened(mesh: tuple[int, ...], stages: int) -> None:
     size = int(np.prod(mesh)) * stages
     strategy = Strategy(size, stages, {"w": (Placement(mesh, stages=tuple(range(stages))),)})

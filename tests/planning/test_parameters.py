@@ -109,9 +109,7 @@ def test_whole_sums_that_differ_are_refused(tmp_path: Path) -> None:
 # Unlisted
 
 
-@pytest.mark.parametrize(
-    "state", few(2, ["moments", "accum", "stat", "moment1", "adam_m", "adam_v", "exp_avg", "opt.lamb_m"])
-)
+@few_cases(2, "state", ["moments", "accum", "stat", "moment1", "adam_m", "adam_v", "exp_avg", "opt.lamb_m"])
 def test_unlisted_state_follows_its_parameter(c: Conversion, state: str) -> None:
     name = f"{state}.w"
     held = {rank: {**c.arrays(rank), name: c.arrays(rank)["moments.w"]} for rank in range(4)}

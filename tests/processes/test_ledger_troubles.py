@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support.command_line import done, run_here
 from support.conversions import Conversion
-from support.examples import few
+from support.examples import few_cases
 from support.holders import TIMEOUT_SECONDS, Holder, ended, until
 from support.ledgers import LEASE, Changing, NoNotices, entered, entries, in_line, ledger, pids, wanted
 
@@ -218,9 +218,7 @@ def test_something_in_the_place_of_a_ledger_is_named(tmp_path: Path, kind: str) 
     assert not (tmp_path / "nowhere").exists() and Path("/etc/passwd").read_text()
 
 
-@pytest.mark.parametrize(
-    "content", few(1, [b"{}", b"[" * 100_000, b"\xff" * 10_000, b"waiting1" * 5_000, b"lease..1" * 5_000])
-)
+@few_cases(1, "content", [b"{}", b"[" * 100_000, b"\xff" * 10_000, b"waiting1" * 5_000, b"lease..1" * 5_000])
 def test_what_a_file_says_counts_only_where_a_process_lives(state: Path, content: bytes) -> None:
     path = ledger(state).path
     for folder in (path.parent.parent, path.parent):

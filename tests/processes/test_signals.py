@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.command_line import COMMAND
 from support.conversions import Conversion, four_targets
-from support.examples import few
+from support.examples import few, few_cases
 from support.harm import assert_resumed, fault
 from support.processes import run_command
 from support.terminals import run_on_terminal
@@ -77,9 +77,10 @@ def paused(c: Conversion) -> tuple[dict[str, str], Path]:
 
 
 @pytest.mark.parametrize("jobs", few(1, ["2", "1"]))
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     ("again", "says"),
-    few(1, [("--resume", "interrupted; the same command with --resume goes on"), ("--overwrite", "interrupted")]),
+    [("--resume", "interrupted; the same command with --resume goes on"), ("--overwrite", "interrupted")],
 )
 def test_an_interrupt_is_told_on_a_line_of_its_own(tmp_path: Path, jobs: str, again: str, says: str) -> None:
     c = four_targets(tmp_path)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import safetensors_peer
-from support.examples import few, many
+from support.examples import few, few_cases, many
 from support.quantized import (
     BFLOAT16,
     E4M3,
@@ -319,9 +319,8 @@ def write_packed(folder: Path, rows: int, columns: int, bits: int = 4) -> tuple[
     return write(folder / "source", tensors, compressed("pack-quantized", **settings)), tensors
 
 
-@pytest.mark.parametrize(
-    ("bits", "columns", "lengths"),
-    few(1, [(4, 23, [2, 1]), (8, 50, [4, 9, 0]), (4, 14, [2, 0]), (8, 43, [0, 4, 4, 3])]),
+@few_cases(
+    1, ("bits", "columns", "lengths"), [(4, 23, [2, 1]), (8, 50, [4, 9, 0]), (4, 14, [2, 0]), (8, 43, [0, 4, 4, 3])]
 )
 def test_the_last_part_tells_where_a_packed_weight_ends(
     tmp_path: Path, bits: int, columns: int, lengths: list[int]

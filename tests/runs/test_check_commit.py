@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support import safetensors_peer, torch_peer
 from support.checkpoints import sample
-from support.examples import few
+from support.examples import few, few_cases
 
 import reshard_mpi
 from reshard_mpi.errors import DisagreementError, ReshardError
@@ -213,9 +213,8 @@ def test_a_rank_by_itself(tmp_path: Path, form: str) -> None:
         assert finding.tensor == "model.w"
 
 
-@pytest.mark.parametrize(
-    ("form", "name"),
-    few(1, [("safetensors", b'"model.fc.bias":{'), ("ckpt", b"model.fc.bias"), ("hf", b'"fc.bias":{')]),
+@few_cases(
+    1, ("form", "name"), [("safetensors", b'"model.fc.bias":{'), ("ckpt", b"model.fc.bias"), ("hf", b'"fc.bias":{')]
 )
 def test_another_name_than_was_committed(tmp_path: Path, form: str, name: bytes) -> None:
     """The tensor under it was never committed, and the one that was is gone."""

@@ -12,7 +12,7 @@ import pytest
 from support.cases import Side
 from support.checkpoints import expected_rank
 from support.conversions import TENSORS, Conversion, four_targets, make, write_conversion
-from support.examples import few, one_at_a_time
+from support.examples import few, few_cases, one_at_a_time
 from support.launch import MPI, by_one_mpi, run_ranks
 from support.oracle import RawLayout
 from support.rank_calls import told_while_transforming
@@ -83,9 +83,7 @@ def counted(c: Conversion, task: Task = Task.CONVERT, **options: Any) -> Countin
     return counting
 
 
-@pytest.mark.parametrize(
-    ("to", "verify"), few(1, one_at_a_time(["ckpt", "hdf5", "safetensors", "torch", "hf", "dcp"], [False, True]))
-)
+@few_cases(1, ("to", "verify"), one_at_a_time(["ckpt", "hdf5", "safetensors", "torch", "hf", "dcp"], [False, True]))
 def test_a_transform(c: Conversion, to: str, verify: bool) -> None:
     whole = to == "hf"
     options: dict[str, Any] = {"to": to, "verify": verify}
@@ -127,9 +125,10 @@ def test_what_was_complete_before(tmp_path: Path) -> None:
     assert (again.size_bytes, again.units, again.ready) == (0, 0, 4)
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     ("kind", "crc"),
-    few(1, [("ckpt", False), ("ckpt", True), ("hdf5", False), ("safetensors", False), ("safetensors", True)]),
+    [("ckpt", False), ("ckpt", True), ("hdf5", False), ("safetensors", False), ("safetensors", True)],
 )
 def test_a_verification(tmp_path: Path, kind: str, crc: bool) -> None:
     c = make(tmp_path, kind)

@@ -10,7 +10,7 @@ import pytest
 from support import safetensors_peer, torch_peer
 from support.checkpoints import sample
 from support.command_line import done
-from support.examples import few
+from support.examples import few, few_cases
 from support.torch_runs import transformed
 
 import reshard_mpi
@@ -132,9 +132,7 @@ def stages(folder: Path, way: str) -> Path:
 
 
 @pytest.mark.parametrize("to", few(1, ["dcp", "torch", "full"]))
-@pytest.mark.parametrize(
-    "way", few(1, ["alike", "own value", "own list", "one has more", "its optimizer has more", "another order"])
-)
+@few_cases(1, "way", ["alike", "own value", "own list", "one has more", "its optimizer has more", "another order"])
 def test_stages_with_settings_of_their_own_keep_their_parameters(tmp_path: Path, to: str, way: str) -> None:
     rules = "".join(f'[[parameter]]\nmatch = "*l{stage}.b*"\nstage = {stage}\n' for stage in (0, 1))
     (tmp_path / "stages.toml").write_text(f"mesh = {{ dp = 1 }}\nstages = 2\n{rules}")

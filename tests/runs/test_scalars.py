@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.checkpoints import Arrays, as_read, read_shard, write_shard
-from support.examples import few
+from support.examples import few, few_cases
 
 import reshard_mpi
 from reshard_mpi.errors import ReshardError, TargetError
@@ -65,9 +65,10 @@ def test_a_counter_of_which_most_ranks_have_an_empty_slice(tmp_path: Path, kind:
 
 
 @pytest.mark.parametrize("kind", few(1, KINDS))
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     ("first", "second", "cut"),
-    few(1, [*((*ranks, SPLIT) for ranks in ((2, 4), (4, 3), (3, 2), (6, 1))), (4, 2, 'optimizer = ["dp"]')]),
+    [*((*ranks, SPLIT) for ranks in ((2, 4), (4, 3), (3, 2), (6, 1))), (4, 2, 'optimizer = ["dp"]')],
 )
 def test_rows_are_cut_and_scalars_are_not(tmp_path: Path, kind: str, first: int, second: int, cut: str) -> None:
     write_shard(TENSORS, tmp_path / "one.ckpt")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support import torch_peer
 from support.command_line import done
-from support.examples import few
+from support.examples import few_cases
 
 import reshard_mpi
 from reshard_mpi import formats
@@ -79,9 +79,10 @@ def test_the_default_is_the_format_of_the_source(tmp_path: Path) -> None:
     assert torch_peer.load(path).keys() == {"base", "t", "v"}
 
 
-@pytest.mark.parametrize(
+@few_cases(
+    1,
     "command",
-    few(1, ["transform SRC DST --to hdf5 --jobs 1", "plan SRC DST --to hdf5", "inspect SRC", "verify SRC --jobs 1"]),
+    ["transform SRC DST --to hdf5 --jobs 1", "plan SRC DST --to hdf5", "inspect SRC", "verify SRC --jobs 1"],
 )
 def test_a_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     """It is asked whose rank it is before it is known to be all of the checkpoint."""

@@ -13,7 +13,7 @@ from support import safetensors_peer
 from support.checkpoints import sample
 from support.command_line import done, refused
 from support.conversions import FOUR_LAYOUTS, Conversion, make, side, transform_by_function
-from support.examples import few, one_at_a_time
+from support.examples import few, few_cases, one_at_a_time
 from support.oracle import RawLayout
 from support.processes import Finished
 
@@ -260,9 +260,8 @@ def test_damage_of_a_source_is_not_that_of_its_target(tmp_path: Path) -> None:
     assert "differs from its source" not in finished.err
 
 
-@pytest.mark.parametrize(
-    ("form", "named"),
-    few(1, one_at_a_time(["ckpt", "hdf5", "safetensors", "torch"], ["folder", "rank folder", "file"])),
+@few_cases(
+    1, ("form", "named"), one_at_a_time(["ckpt", "hdf5", "safetensors", "torch"], ["folder", "rank folder", "file"])
 )
 def test_sums_are_found_whatever_part_of_the_target_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, named: str
