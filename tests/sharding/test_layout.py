@@ -173,42 +173,6 @@ def test_a_tensor_whose_slices_are_all_empty_has_a_stand_in_too() -> None:
 # Single cases, as MindSpore's documentation has them
 
 
-@pytest.mark.parametrize(
-    ("placement", "shape", "boxes"),
-    [
-        pytest.param(Placement((4,)), (4, 2), ["[0:4, 0:2]"] * 4, id="replicated"),
-        pytest.param(
-            Placement((2, 2), ((1,), (0,))),
-            (4, 2),
-            ["[0:2, 0:1]", "[2:4, 0:1]", "[0:2, 1:2]", "[2:4, 1:2]"],
-            id="transposed",
-        ),
-        pytest.param(
-            Placement((2, 2, 2), ((2,), (1,)), optimizer=2),
-            (4, 2),
-            # position among the ranks that share a slice: the first mesh axis
-            [
-                f"[{row}:{row + 1}, {column}:{column + 1}]"
-                for row, column in ((0, 0), (2, 0), (0, 1), (2, 1), (1, 0), (3, 0), (1, 1), (3, 1))
-            ],
-            id="transposed with optimizer cut",
-        ),
-        pytest.param(
-            Placement((4,), ((),), optimizer=2), (4,), ["[0:2]", "[2:4]", "[0:2]", "[2:4]"], id="optimizer in part"
-        ),
-        pytest.param(Placement((4,), optimizer=4), (4, 2), [f"[{r}:{r + 1}, 0:2]" for r in range(4)], id="full"),
-        pytest.param(Placement((2,), ((0,),), sizes=((0, (3, 9)),)), (12,), ["[0:3]", "[3:12]"], id="uneven"),
-        pytest.param(
-            Placement((2, 2), ((1, 0),)), (8,), ["[0:2]", "[4:6]", "[2:4]", "[6:8]"], id="nested, last axis major"
-        ),
-        pytest.param(Placement((2,), ()), (), ["[]", "[]"], id="scalar"),
-    ],
-)
-def test_boxes(placement: Placement, shape: tuple[int, ...], boxes: list[str]) -> None:
-    layout = Layout(placement, shape)
-    assert [str(layout.box(rank)) for rank in range(placement.stage_size)] == boxes
-
-
 def test_stages_hold_the_same_in_ranks_of_their_own() -> None:
     placement = Placement((2,), ((0,),), stages=(1, 3))
     assert list(placement.holders(Piece((1,), 0))) == [3, 7]

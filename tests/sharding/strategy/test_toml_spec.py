@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from reshard_mpi.errors import LayoutError, ReshardError, StrategyError
-from reshard_mpi.sharding import strategy_files
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Placement
@@ -18,32 +17,6 @@ MESH = "mesh = { dp = 2, tp = 4 }\n"
 
 def placement_of(rule: str, head: str = MESH) -> Placement:
     return parse(f'{head}[[parameter]]\nmatch = "*"\n{rule}', "spec.toml").rules[0][1]
-
-
-def test_a_spec(tmp_path: Path) -> None:
-    path = tmp_path / "spec.toml"
-    path.write_text(
-        """
-        mesh = { dp = 2, tp = 4 }          # last axis fastest, as ranks are numbered
-        stages = 2
-        [[parameter]]
-        match = "layers.*.qkv"
-        split = { 1 = ["tp"] }
-        optimizer = ["dp"]
-        [[parameter]]
-        match = "head"
-        stage = 1
-        split = { 0 = ["tp", "dp"] }
-        [[parameter]]
-        match = "*"
-        """
-    )
-    made = strategy_files.load(str(path))
-    assert (made.world_size, made.stages, made.origin) == (16, 2, str(path))
-    both = (0, 1)
-    assert made.find("layers.3.qkv") == (Placement((2, 4), ((), (1,)), 2, stages=both, open_ended=True),)
-    assert made.find("head") == (Placement((2, 4), ((1, 0),), stages=(1,), open_ended=True),)
-    assert made.find("anything") == (Placement((2, 4), stages=both, open_ended=True),)
 
 
 LISTED = """
