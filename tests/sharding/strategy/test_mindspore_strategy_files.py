@@ -60,22 +60,11 @@ def test_a_file_is_known_by_its_contents(tmp_path: Path) -> None:
             assert strategy_files.load(str(tmp_path / name)).parameters == {"w": (Placement((2,), ((0,), ())),)}
 
 
-def test_the_map_counts_mesh_axes_from_the_right() -> None:
-    assert placement(RawLayout((2, 4, 8), ((0,), (-1,), (2,)))).split == ((2,), (), (0,))
-
-
 @pytest.mark.parametrize("tensor_map", [(), ((-1,),), ((-1,), (-1,))])
 def test_nothing_is_cut(tensor_map: tuple[tuple[int, ...], ...]) -> None:
     made = placement(RawLayout((2, 4), tensor_map))
     assert not made.is_cut
     assert len(made.split) == len(tensor_map)
-
-
-def test_nested_maps_list_the_major_axis_first() -> None:
-    layout = RawLayout((4, 2, 2), ((2, 1), (-1,), (0,)))
-    file = one_layout(layout)
-    assert decode_protobuf(encode_protobuf(file), "") == file
-    assert placement(layout).split == ((0, 1), (), (2,))
 
 
 def test_a_nested_map_of_one_dimension_has_an_empty_second_message() -> None:
@@ -134,11 +123,6 @@ def test_json_writes_none_beside_an_axis_as_a_factor() -> None:
         assert Layout(placement(layout), (8, 6)).box(rank) == Layout(placement(nested), (8, 6)).box(rank)
 
 
-@pytest.mark.parametrize(("size", "pieces"), [(0, 1), (1, 1), (2, 2), (4, 4), (8, 8), (-1, 8)])
-def test_optimizer_cut(size: int, pieces: int) -> None:
-    assert placement(RawLayout((2, 4, 2), ((0,),), size, 1)).optimizer == pieces
-
-
 @pytest.mark.parametrize("size", [0, 1, -1])
 def test_a_step_of_0_is_no_optimizer_cut(size: int) -> None:
     """MindFormers writes the size -1 with it for what is not cut."""
@@ -162,11 +146,6 @@ def test_the_step_written_is_the_distance_of_neighbouring_pieces() -> None:
     assert to_layout(Placement((2, 4, 2), ((2,),), 8), None).opt_weight_shard_step == 2
     assert to_layout(Placement((2, 2, 2), ((2,), (1,)), 2), None).opt_weight_shard_step == 4
     assert to_layout(Placement((2, 2, 2), ((2,), (1,))), None).opt_weight_shard_step == 0
-
-
-def test_uneven_sizes() -> None:
-    made = placement(RawLayout((2,), ((0,), (-1,)), param_split_shape=(3, 9), indices_offset=(0, 3)))
-    assert made.sizes == ((0, (3, 9)),)
 
 
 UNEVEN = RawLayout((2,), ((0,), (-1,)), param_split_shape=(3, 9), indices_offset=(0, 3))
