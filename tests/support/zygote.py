@@ -163,8 +163,8 @@ def _end(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
 
 
 def _of_session(session: int, *, wait: bool) -> list[int]:
-    """Return the living processes of a session; with `wait`, those that are still there after a while."""
-    for seconds in (*([0.02] * 500 if wait else ()), 0):
+    """Return the living processes of a session; with `wait`, those that are still there after a minute."""
+    for seconds in (*([0.02] * 3000 if wait else ()), 0):
         living = []
         for folder in filter(lambda path: path.name.isdigit(), Path("/proc").iterdir()):
             try:
