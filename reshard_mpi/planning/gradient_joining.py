@@ -28,8 +28,7 @@ from reshard_mpi.sharding.placement import Placement
 from reshard_mpi.sharding.strategy import Strategy, named_after
 
 _MAX_DESCRIBED = 4
-# In so few bytes sums of different data may be the same by chance: of a part that one of many targets needs, and of a
-# whole piece, of which there are fewer.
+# Shorter ones may be the same by chance: parts that targets need, since there are many, and whole pieces.
 _TELLING_PART_BYTES, _TELLING_BYTES = 64, 4
 _NOT_APART = "if they have been added already, or are copies of one sum, each would count once more"
 
@@ -85,10 +84,9 @@ class GradientJoining(NamedTuple):
     source: Strategy
     tensors: SourceTensors  # of the opened shards, by the strategy `source`
     target_rank: int
-    # manifests, lost: the opened shards, and those that cannot be used, by rank
-    manifests: Mapping[int, Manifest]
-    lost: Mapping[int, UnusableShard]
-    keeps_errors: bool  # a tensor of which it cannot be told what the target gets may be one that nobody wants
+    manifests: Mapping[int, Manifest]  # of the opened shards, by rank
+    lost: Mapping[int, UnusableShard]  # shards that cannot be used, by rank
+    keeps_errors: bool  # whether `share` returns errors: a tensor that it cannot decide on may be one that nobody wants
 
     def share(self, name: str, group: SourceGroup, target: Placement) -> GradientShare | ReshardError:
         """Return the part of a tensor for the target rank, or, if asked, the reason why it is unknown.
