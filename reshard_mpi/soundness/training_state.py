@@ -56,6 +56,7 @@ class StateOfParameters(NamedTuple):
     steps: Mapping[str, float]  # counts of steps that are values, by the name that they have in the nest
     frozen: Collection[str] = ()  # the parameters that are in no group of an optimizer, where groups tell that
     notes: tuple[str, ...] = ()  # for people: what could not be told
+    counted: Collection[str] = ()  # the parameters whose count of steps is a value
 
     @classmethod
     def of(cls, opened: AuditedCheckpoint) -> StateOfParameters:
@@ -69,20 +70,23 @@ class StateOfParameters(NamedTuple):
             return cls({}, steps)
         training, notes = _training(opened, nest)
         parameters = [name for name, kind in kinds.items() if kind is TensorKind.MODEL]
-        owner_of = _owners(states, parameters)
+        owner_of = _owners((*states, *steps), parameters)
         tensors: defaultdict[str, dict[str, str]] = defaultdict(dict)
-        for name in states:
+        counted = set[str]()
+        for name in (*states, *steps):
             numbered = None if training.optimizer is None else state_of(training.optimizer, name)
             if numbered is not None:
                 owner = training.parameters.get(numbered[0])
                 around = f"{training.state}*.{numbered[1]}"
             else:
                 owner, around = owner_of.get(name, (None, ""))
-            if owner is not None:
+            if owner is not None and name in steps:
+                counted.add(owner)
+            elif owner is not None:
                 tensors[owner][around] = name
         trained = _trained(nest, training, parameters)
         frozen = frozenset(parameters).difference(trained) if trained >= tensors.keys() else ()
-        return cls(tensors, steps, frozen, notes)
+        return cls(tensors, steps, frozen, notes, counted)
 
     def findings(self, opened: AuditedCheckpoint, contents: Mapping[str, TensorContent]) -> Iterator[Finding]:
         """Yield parameters that lack state, state of another shape, and steps that differ.
@@ -121,6 +125,7 @@ class StateOfParameters(NamedTuple):
         """Yield parameters without some of the state that others have, and the keys of that.
 
         Those are the others with any state of that optimizer; for one without any, its kin, if most of them have some.
+        A count of steps is state, also as a value.
         A parameter that has other moments than most, and none of theirs, is another optimizer's.
         """
         usual = Counter(key for own in self.tensors.values() for key in own)
@@ -136,7 +141,7 @@ class StateOfParameters(NamedTuple):
             for name in members:
                 own = self.tensors.get(name, {}).keys()
                 moments = [key for key in own if _is_moment(key)]
-                if not own:
+                if not own and name not in self.counted:
                     lacking = of_kin if 2 * count > len(members) and name not in self.frozen else set()
                 elif moments and most.isdisjoint(moments):
                     own_optimizers = set(map(_optimizer_of, moments)) - {None}

@@ -271,6 +271,27 @@ def tensor_of(random: np.random.Generator, *shape: int, value: float | None = No
     return torch_peer.tensor(sample("", array.astype(np.float32)), str(random.integers(1 << 30)))
 
 
+@pytest.mark.parametrize("is_tensor", [True, False], ids=["a tensor", "a value"])
+@pytest.mark.parametrize("form", ["numbers", "param_names", "names"])
+def test_a_count_of_steps_is_state(tmp_path: Path, form: str, is_tensor: bool) -> None:
+    """A parameter without kin that has kept it alone has lost its moments; one without any state may have none yet."""
+    drawn = partial(tensor_of, np.random.default_rng(0))
+    rows = {**{f"layers.{layer}.w": 4 for layer in range(3)}, "head.w": 5, "out.w": 6}
+    model = {name: drawn(count, 4) for name, count in rows.items()}
+    state: dict[Any, dict[str, Any]] = {
+        name if form == "names" else number: {
+            "step": drawn(value=5) if is_tensor else 5,
+            **({} if name == "head.w" else {key: drawn(count, 4) for key in ("exp_avg", "exp_avg_sq")}),
+        }
+        for number, (name, count) in enumerate(rows.items())
+        if name != "out.w"
+    }
+    names = {"param_names": [*model]} if form == "param_names" else {}
+    groups = [{"lr": 0.1, "params": [*model] if form == "names" else [*range(len(model))], **names}]
+    torch_peer.save(tmp_path / "a.pt", {"model": model, "optimizer": {"state": state, "param_groups": groups}})
+    assert audited(tmp_path / "a.pt") == {("moments", "model.head.w")}
+
+
 def test_state_by_numbers_is_its_parameters(tmp_path: Path) -> None:
     drawn = partial(tensor_of, np.random.default_rng(0))
     model = {f"layers.{layer}.w": drawn(4, 3 + layer) for layer in range(3)}
