@@ -56,7 +56,7 @@ class StateOfParameters(NamedTuple):
     steps: Mapping[str, float]  # counts of steps that are values, by the name that they have in the nest
     frozen: Collection[str] = ()  # the parameters that are in no group of an optimizer, where groups tell that
     notes: tuple[str, ...] = ()  # for people: what could not be told
-    counted: Collection[str] = ()  # the parameters whose count of steps is a value
+    counts: Mapping[str, Collection[str]] = {}  # counts of steps that are values: as `tensors`, the texts alone
 
     @classmethod
     def of(cls, opened: AuditedCheckpoint) -> StateOfParameters:
@@ -72,7 +72,7 @@ class StateOfParameters(NamedTuple):
         parameters = [name for name, kind in kinds.items() if kind is TensorKind.MODEL]
         owner_of = _owners((*states, *steps), parameters)
         tensors: defaultdict[str, dict[str, str]] = defaultdict(dict)
-        counted = set[str]()
+        counts: defaultdict[str, set[str]] = defaultdict(set)
         for name in (*states, *steps):
             numbered = None if training.optimizer is None else state_of(training.optimizer, name)
             if numbered is not None:
@@ -81,12 +81,12 @@ class StateOfParameters(NamedTuple):
             else:
                 owner, around = owner_of.get(name, (None, ""))
             if owner is not None and name in steps:
-                counted.add(owner)
+                counts[owner].add(around)
             elif owner is not None:
                 tensors[owner][around] = name
         trained = _trained(nest, training, parameters)
         frozen = frozenset(parameters).difference(trained) if trained >= tensors.keys() else ()
-        return cls(tensors, steps, frozen, notes, counted)
+        return cls(tensors, steps, frozen, notes, counts)
 
     def findings(self, opened: AuditedCheckpoint, contents: Mapping[str, TensorContent]) -> Iterator[Finding]:
         """Yield parameters that lack state, state of another shape, and steps that differ.
@@ -125,11 +125,13 @@ class StateOfParameters(NamedTuple):
         """Yield parameters without some of the state that others have, and the keys of that.
 
         Those are the others with any state of that optimizer; for one without any, its kin, if most of them have some.
-        A count of steps is state, also as a value.
+        A count of steps is state, also as a value. A parameter with state of one optimizer needs none of another's.
         A parameter that has other moments than most, and none of theirs, is another optimizer's.
         """
         usual = Counter(key for own in self.tensors.values() for key in own)
         most = {key for key, count in usual.items() if 2 * count > len(self.tensors)}
+        sizes = Counter(of for own in self.tensors.values() for of in set(map(_optimizer_of, own)))
+        most_of_one = {key for key, count in usual.items() if 2 * count > sizes[_optimizer_of(key)]}
         kin: defaultdict[str, list[str]] = defaultdict(list)
         for name in shapes:
             if kind_of(name) is TensorKind.MODEL:
@@ -139,16 +141,18 @@ class StateOfParameters(NamedTuple):
             count = sum(name in self.tensors for name in members)
             of_kin = {key for key in having if 2 * having[key] > count}
             for name in members:
-                own = self.tensors.get(name, {}).keys()
+                own = {*self.tensors.get(name, ()), *self.counts.get(name, ())}
                 moments = [key for key in own if _is_moment(key)]
-                if not own and name not in self.counted:
+                if not own:
                     lacking = of_kin if 2 * count > len(members) and name not in self.frozen else set()
                 elif moments and most.isdisjoint(moments):
                     own_optimizers = set(map(_optimizer_of, moments)) - {None}
                     lacking = {key for key in of_kin - own if _optimizer_of(key) in own_optimizers}
                 else:
-                    lacking = {key for key in most - own if having[key]} if count > 1 else set()
-                    lacking = lacking or {key for key in most - own if _is_moment(key)}
+                    optimizers = set(map(_optimizer_of, own))
+                    missing = {key for key in most_of_one - own if _optimizer_of(key) in optimizers}
+                    lacking = {key for key in missing if having[key]} if count > 1 else set()
+                    lacking = lacking or {key for key in missing if _is_moment(key)}
                 if lacking:
                     yield name, sorted(lacking)
 

@@ -314,6 +314,25 @@ def test_state_by_numbers_is_its_parameters(tmp_path: Path) -> None:
     assert audited(tmp_path / "values.pt") == {("step", "optimizer.state.1.step")}
 
 
+@pytest.mark.parametrize("is_tensor", [True, False], ids=["a tensor", "a value"])
+def test_an_optimizer_that_keeps_counts_alone_is_sound_beside_another(tmp_path: Path, is_tensor: bool) -> None:
+    drawn = partial(tensor_of, np.random.default_rng(0))
+    names = [*(f"layers.{layer}.w" for layer in range(6)), "head.w"]
+    step = partial(drawn, value=5) if is_tensor else lambda: 5
+    adam = {name: {"step": step(), "exp_avg": drawn(4, 4), "exp_avg_sq": drawn(4, 4)} for name in names[:5]}
+    plain = {name: {"step": step()} for name in names[5:]}
+    optimizers = {
+        key: {"state": state, "param_groups": [{"lr": 0.1, "params": [*state]}]}
+        for key, state in (("optimizer", adam), ("plain", plain))
+    }
+    model = {name: drawn(4, 4) for name in names}
+    torch_peer.save(tmp_path / "sound.pt", {"model": model, **optimizers})
+    assert audited(tmp_path / "sound.pt") == set()
+    del adam[names[0]]["exp_avg"], adam[names[0]]["exp_avg_sq"]
+    torch_peer.save(tmp_path / "lacking.pt", {"model": model, **optimizers})
+    assert audited(tmp_path / "lacking.pt") == {("moments", f"model.{names[0]}")}
+
+
 @pytest.mark.parametrize("start", few(1, [0.0, 0.1]))
 @pytest.mark.parametrize("as_values", [False, True], ids=["tensors", "values"])
 @pytest.mark.parametrize("key", ["optimizer", "optimizer_state_dict"])
