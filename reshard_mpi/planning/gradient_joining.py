@@ -208,7 +208,8 @@ class GradientJoining(NamedTuple):
             is_telling = part.region.size * itemsize_bytes >= _TELLING_PART_BYTES
             region = part.region if is_telling else part.box
             if region.size * itemsize_bytes >= _TELLING_BYTES:
-                yield ReplicaGroup(tuple(names), (part,), region, _NOT_APART, itemsize_bytes, expect_distinct=True)
+                compared = (part._replace(region=region),)  # the same for all targets, and so compared once
+                yield ReplicaGroup(tuple(names), compared, region, _NOT_APART, itemsize_bytes, expect_distinct=True)
 
     def gradients(self, groups: Iterable[tuple[Iterable[str], SourceGroup]]) -> tuple[AccumulatedGradients, ...]:
         """Return what accumulated gradients there are among tensors. groups: the names of each group."""
