@@ -145,12 +145,10 @@ def _universal(states: RankStates, weights: Mapping[str, Value], folder: str) ->
     read = read_universal(folder, states)
     if states.model_ranks > 1:
         weights = dict(_of_several_ranks(states, read, folder))
-    frozen = {**dict(_frozen(states, 0)), **read.besides}
-    of_optimizer = read.settings, read.values, read.starts, read.path
-    return DeepSpeedTraining(states.first, weights, read.trained, frozen, *of_optimizer)
+    return read._replace(weights=weights, frozen={**dict(_frozen(states, 0)), **read.frozen})
 
 
-def _of_several_ranks(states: RankStates, read: UniversalStates, folder: str) -> Iterator[tuple[str, TensorPieces]]:
+def _of_several_ranks(states: RankStates, read: DeepSpeedTraining, folder: str) -> Iterator[tuple[str, TensorPieces]]:
     """Yield the tensors of a model whose files hold slices, or some layers each: the optimizer has them whole.
 
     Buffers are whole in all files, and listed with their copies. Raises ShardError for a parameter that is not trained,
@@ -158,19 +156,19 @@ def _of_several_ranks(states: RankStates, read: UniversalStates, folder: str) ->
     """
     nothing = TensorPieces(type_in(states.first.values.get("ds_config")), (0,), ())
     yield from dict.fromkeys(read.trained, nothing).items()
-    yield from read.besides.items()
+    yield from read.frozen.items()
     buffers: dict[str, TensorPieces] = {}
     for model in states.models.values():
         tensors = model.module or {}
         for name in model.buffers:
             own = tensors.get(name)
-            if type(own) is HeldTensor and name not in read.besides:
+            if type(own) is HeldTensor and name not in read.frozen:
                 first = buffers.setdefault(name, own.as_one_piece._replace(pieces=()))
                 if (own.dtype, own.shape) == (first.dtype, first.shape):
                     buffers[name] = first._replace(pieces=(*first.pieces, *own.as_one_piece.pieces))
     yield from buffers.items()
     for model in states.models.values():
-        known = {*read.trained, *read.besides, *model.shared, *buffers}
+        known = {*read.trained, *read.frozen, *model.shared, *buffers}
         others = [
             name
             for name, own in (model.module or {}).items()
@@ -240,7 +238,7 @@ def _frozen(states: RankStates, model_rank: int) -> Iterator[tuple[str, TensorPi
                 got=error.got,
                 where=models[0].path,
             ) from None
-        ranges = tuple(vectors[run.rank].range(run.start, run.length) for run in runs)
+        ranges = tuple(vectors[rank].range(run.start, run.length) for rank, run in runs)
         yield name, HeldTensor(vectors[0].dtype, shape, ByteRanges(ranges)).as_one_piece
 
 
@@ -277,23 +275,6 @@ _OF_VECTORS = ("optimizer_state_dict", "fp32_flat_groups", "ds_version", "param_
 _RESTORE = "convert the checkpoint with ds_to_universal.py again, or give the one that it was made from"
 
 
-class UniversalStates(NamedTuple):
-    """The contents of the folder of parameters.
-
-    Attributes:
-        trained: the parameters that are optimized, in the order of the groups.
-        besides: others that have a folder: buffers.
-        settings: the optimizer's groups; values: what else it has; starts, path: of tensors in them, and their file.
-    """
-
-    trained: Mapping[str, TrainedParameter]
-    besides: Mapping[str, TensorPieces]
-    settings: Sequence[Dict]
-    values: Mapping[str, Value]
-    starts: Mapping[str, int]
-    path: str
-
-
 def files_of_parameters(folder: str) -> Iterator[str]:
     """Yield the paths of all files below the folder of parameters, relative to `folder`."""
     for below, names in _folders(folder).items():
@@ -312,8 +293,8 @@ def _folders(folder: str) -> dict[str, list[str]]:
     }
 
 
-def read_universal(folder: str, states: RankStates) -> UniversalStates:
-    """Read all parameters with their state.
+def read_universal(folder: str, states: RankStates) -> DeepSpeedTraining:
+    """Read all parameters with their state; what has no state counts as frozen. Weights of the model are not read.
 
     Args:
         states: the settings of all ranks, which list the parameters.
@@ -346,13 +327,13 @@ def read_universal(folder: str, states: RankStates) -> UniversalStates:
         of_all = {**groups[number].values, **groups[number].of_all} if number < len(groups) else {}
         trained[name] = _parameter(name, weights.shape if shape is None else shape, own, of_all, number, folder)
     _require_alike(trained, folder)
-    besides = {
+    frozen = {
         name: tensor.as_one_piece
         for name, own in by_name.items()
         if isinstance(tensor := own.get(_WEIGHTS), HeldTensor)
     }
     values = {key: plain(value) for key, value in text_pairs(root) if key not in (*LAYOUT_KEYS, *_OF_VECTORS)}
-    return UniversalStates(trained, besides, settings, values, content.starts, path)
+    return DeepSpeedTraining(states.first, {}, trained, frozen, settings, values, content.starts, path)
 
 
 def _listed(states: RankStates) -> dict[str, tuple[tuple[int, ...] | None, int]]:

@@ -12,7 +12,7 @@ several words and numbers for true, and texts for numbers.)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.formats.dtypes import BY_NAME, DType
@@ -74,11 +74,22 @@ def sub_group_size(config: Value) -> int | None:
 
 
 class FlatRun(NamedTuple):
-    """A run of elements in the vector of one rank. All numbers are in elements."""
+    """A run of elements of a parameter in the vector of one rank. All numbers but the first are in elements.
 
-    rank: int  # its place among the ranks that share the group
-    start: int  # in that rank's vector
+    Attributes:
+        parameter: its number in the group.
+        before: how many elements of it are in the vectors of lower ranks.
+        start, length: of the run in the vector.
+    """
+
+    parameter: int
+    before: int
+    start: int
     length: int
+
+
+# The runs of a parameter in the vectors of all ranks, each with the rank's place among those that share the group.
+ParameterRuns = list[tuple[int, FlatRun]]
 
 
 class SizeError(ValueError):
@@ -89,8 +100,8 @@ class SizeError(ValueError):
         self.expected, self.got = expected, got
 
 
-def in_partitions(sizes: Sequence[int], gaps: Sequence[int], held: Sequence[int]) -> Iterator[tuple[FlatRun, ...]]:
-    """Yield for each parameter of a group of stages 1 and 2 its runs, in order.
+def in_partitions(sizes: Sequence[int], gaps: Sequence[int], held: Sequence[int]) -> list[ParameterRuns]:
+    """Return the runs of each parameter of a group of stages 1 and 2, in order.
 
     Args:
         sizes: how many elements each parameter has.
@@ -113,24 +124,19 @@ def in_partitions(sizes: Sequence[int], gaps: Sequence[int], held: Sequence[int]
             )
     if total > partition * len(held):
         raise SizeError(f"{total} elements in all partitions", str(sum(held)))
-    start = 0
-    for size, gap in zip(sizes, gaps, strict=True):
-        yield tuple(_runs(start, size, partition))
-        start += size + gap
+    return _by_parameter(len(sizes), (own_in_partition(sizes, gaps, partition, rank) for rank in range(len(held))))
 
 
-def _runs(start: int, size: int, partition: int) -> Iterator[FlatRun]:
-    """Yield the runs of `size` elements from `start` on in a vector that is cut into partitions."""
-    end = start + size
-    while start < end:
-        rank, inside = divmod(start, partition)
-        length = min(partition - inside, end - start)
-        yield FlatRun(rank, inside, length)
-        start += length
+def _by_parameter(parameters: int, of_ranks: Iterable[Iterable[FlatRun]]) -> list[ParameterRuns]:
+    runs: list[ParameterRuns] = [[] for _ in range(parameters)]
+    for rank, own in enumerate(of_ranks):
+        for run in own:
+            runs[run.parameter].append((rank, run))
+    return runs
 
 
-def in_slices(sizes: Sequence[int], held: Sequence[int]) -> Iterator[tuple[FlatRun, ...]]:
-    """Yield for each parameter of a group of stage 3 its runs, in order.
+def in_slices(sizes: Sequence[int], held: Sequence[int]) -> list[ParameterRuns]:
+    """Return the runs of each parameter of a group of stage 3, in order.
 
     Args:
         sizes: how many elements each parameter has.
@@ -144,12 +150,7 @@ def in_slices(sizes: Sequence[int], held: Sequence[int]) -> Iterator[tuple[FlatR
         if length != sum(slices):
             expected = f"{sum(slices)} elements in the vector of rank {rank}: a slice of each parameter"
             raise SizeError(expected, str(length))
-    start = 0
-    for size, length in zip(sizes, slices):
-        yield tuple(
-            FlatRun(rank, start, min(length, size - rank * length)) for rank in range(ranks) if rank * length < size
-        )
-        start += length
+    return _by_parameter(len(sizes), (own_slices(sizes, ranks, rank) for rank in range(ranks)))
 
 
 def round_robin(count: int, ranks: int) -> list[int]:
@@ -157,37 +158,22 @@ def round_robin(count: int, ranks: int) -> list[int]:
     return [number for first in range(min(ranks, count)) for number in range(first, count, ranks)]
 
 
-class OwnRun(NamedTuple):
-    """The elements of a parameter in one rank's vector. All numbers but the first are in elements.
-
-    Attributes:
-        parameter: its number in the group.
-        before: how many elements of it are in the vectors of lower ranks.
-        start, length: of the run in the vector.
-    """
-
-    parameter: int
-    before: int
-    start: int
-    length: int
-
-
-def own_in_partition(sizes: Sequence[int], gaps: Sequence[int], partition: int, rank: int) -> Iterator[OwnRun]:
+def own_in_partition(sizes: Sequence[int], gaps: Sequence[int], partition: int, rank: int) -> Iterator[FlatRun]:
     """Yield the parameters in a rank's partition of stages 1 and 2. partition: its length, with padding."""
     low, high, start = rank * partition, (rank + 1) * partition, 0
     for number, (size, gap) in enumerate(zip(sizes, gaps, strict=True)):
         first, last = max(start, low), min(start + size, high)
         if first < last:
-            yield OwnRun(number, first - start, first - low, last - first)
+            yield FlatRun(number, first - start, first - low, last - first)
         start += size + gap
 
 
-def own_slices(sizes: Sequence[int], ranks: int, rank: int) -> Iterator[OwnRun]:
+def own_slices(sizes: Sequence[int], ranks: int, rank: int) -> Iterator[FlatRun]:
     """Yield the slices of parameters in a rank's vector of stage 3."""
     start = 0
     for number, size in enumerate(sizes):
         length = math.ceil(size / ranks)
         before = rank * length
         if before < size:
-            yield OwnRun(number, before, start, min(length, size - before))
+            yield FlatRun(number, before, start, min(length, size - before))
         start += length

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from reshard_mpi.formats.deepspeed.flat_groups import OwnRun, own_in_partition, own_slices
+from reshard_mpi.formats.deepspeed.flat_groups import FlatRun, own_in_partition, own_slices
 from reshard_mpi.formats.nest.nodes import MODEL
 from reshard_mpi.formats.protocol import Part
 from reshard_mpi.sharding.box import Box
@@ -180,14 +180,14 @@ class RankVectors(NamedTuple):
         weights: the parameters themselves; at stages 1 and 2 without the padding at the end.
         state: by kind; counters: by kind, as tensors of one number.
         padding: how many elements of the partition are padding.
-        slices: at stages 1 and 2, for each parameter that has elements here, its number, its start and its length.
+        runs: of its parameters.
     """
 
     weights: Vector
     state: dict[str, Vector]
     counters: dict[str, Part]
     padding: int
-    slices: tuple[tuple[int, int, int], ...]
+    runs: Sequence[FlatRun]
 
 
 def vectors_of(layout: ZeroLayout, file: int) -> Iterator[RankVectors]:
@@ -212,12 +212,12 @@ def vectors_of(layout: ZeroLayout, file: int) -> Iterator[RankVectors]:
             {kind: Vector(length, tuple(_parts_of(parameters, own, kind, file))) for kind, _ in layout.kinds},
             {kind: whole_part(f"{STATE}{parameters[0].name}.{kind}", (), file) for kind in counters},
             padding,
-            tuple((run.parameter, run.start, run.length) for run in own),
+            own,
         )
 
 
 def _parts_of(
-    parameters: Sequence[LaidParameter], own: Sequence[OwnRun], kind: str, file: int
+    parameters: Sequence[LaidParameter], own: Sequence[FlatRun], kind: str, file: int
 ) -> Iterator[tuple[int, Part]]:
     """Yield the parts of a vector of one kind, with their places in it."""
     for run in own:
@@ -234,7 +234,7 @@ def frozen_vectors(layout: ZeroLayout, rank: int) -> Iterator[Vector]:
         yield Vector(-(-parameter.size // layout.ranks), tuple(parts))
 
 
-def _parts(source: str, shape: tuple[int, ...], run: OwnRun, rank: int, dtype: str = "") -> Iterator[tuple[int, Part]]:
+def _parts(source: str, shape: tuple[int, ...], run: FlatRun, rank: int, dtype: str = "") -> Iterator[tuple[int, Part]]:
     """Yield the boxes of a tensor that make up a run, with their places in a vector."""
     place = run.start
     for number, box in enumerate(Box.whole(shape).blocks(run.length, run.before, run.before + run.length)):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 from reshard_mpi.errors import TargetError
 from reshard_mpi.formats.deepspeed.flat_groups import has_round_robin, is_aligned, round_robin, sub_group_size
@@ -59,41 +58,22 @@ _ALIGNED_BYTES = 16
 _MAX_PARTS = 1 << 20
 
 
-class _NestedTraining(NamedTuple):
-    """A training as its nest tells it, besides its tensors.
-
-    Attributes:
-        groups: the names of parameters in each group of the optimizer; settings: the groups without these.
-        equal, untrained: as `EngineNest` has them.
-    """
-
-    root: Dict
-    groups: Sequence[Sequence[str]]
-    settings: Sequence[Dict]
-    equal: Sequence[tuple[str, ...]]
-    untrained: Sequence[str]
-
-    @property
-    def config(self) -> Value:
-        """The settings of DeepSpeed that the training had; None if it was none of DeepSpeed's."""
-        return self.root.get("ds_config")
-
-
 def packed(tensors: TensorTypes, strings: Mapping[str, str], own_types: OwnTypes, options: PackingOptions) -> Packed:
     """Return the files for a number of ranks, as `PackingFormat.packed` says."""
     ranks, stage = options.dp, options.zero_stage
     nest = nest_of(tensors, strings)
-    training, tensors, own_types = _training(nest), nest.tensors, nest.of_engine(own_types)
-    parts = parts_of(training.root, _groups(training, tensors), training.settings, options)
-    layout = _layout(training, parts, tensors, own_types, ranks, stage)
+    groups, settings = _groups(nest)
+    root, tensors, own_types = nest.root, nest.tensors, nest.of_engine(own_types)
+    parts = parts_of(root, groups, settings, options)
+    layout = _layout(nest, parts, own_types, ranks, stage)
     origins = weights_made_of(tensors, layout.shared, own_types)
-    of_settings = flatten_tree.flatten(Dict([SETTINGS, [*training.settings]]), is_nest_tensor).tensors
+    of_settings = flatten_tree.flatten(Dict([SETTINGS, settings]), is_nest_tensor).tensors
     files: list[list[Part]] = []
     for number in range(layout.optimizer_files):
-        settings = (
+        own_settings = (
             whole_part(name, tensors[own.name].shape, number)._replace(source=own.name) for name, own in of_settings
         )
-        files.append([*_optimizer_parts(layout, number), *settings])
+        files.append([*_optimizer_parts(layout, number), *own_settings])
     for number, whole in enumerate(_whole_in_files(layout, tensors)):
         of_file = (whole_part(own, tensors[own].shape, layout.optimizer_files + number) for own in whole)
         file = [part._replace(**origins[part.source]._asdict()) if part.source in origins else part for part in of_file]
@@ -108,7 +88,7 @@ def packed(tensors: TensorTypes, strings: Mapping[str, str], own_types: OwnTypes
             got=f"{count} for {ranks} ranks",
             remedy="choose fewer ranks (--dp)",
         )
-    steps = training.root.get("global_steps")
+    steps = root.get("global_steps")
     tag = options.name or f"global_step{steps if type(steps) is int else 0}"
     kind = "bf16_" if layout.dtype == "bfloat16" else ""
     names = TargetNames(tag, kind, stage, len(layout.groups), parts.layers, parts.experts)
@@ -118,12 +98,12 @@ def packed(tensors: TensorTypes, strings: Mapping[str, str], own_types: OwnTypes
         for group in of_stage
         for counter in layout.counters
     ]
-    scaler = loss_scaler(training.root.get("scaler"), training.config, layout.dtype)
-    untrained, notes = training.untrained, (*require_places(training.root, scaler), *parts.notes)
-    if untrained:
-        notes += (f"parameters without state of the optimizer are taken for not trained: {shortened(untrained)}",)
-    absent = tuple(f"{STATE}{own}." for own in untrained)
-    equal += training.equal
+    scaler = loss_scaler(root.get("scaler"), root.get("ds_config"), layout.dtype)
+    notes = (*require_places(root, scaler), *parts.notes)
+    if nest.untrained:
+        notes += (f"parameters without state of the optimizer are taken for not trained: {shortened(nest.untrained)}",)
+    absent = tuple(f"{STATE}{own}." for own in nest.untrained)
+    equal += nest.equal
     compared = compared_parts(layout, tensors, own_types)
     text = {LAYOUT: layout.as_text()}
     return nest.in_source(Packed(names.prefix, files, text, equal, notes=notes, absent=absent, compared=compared))
@@ -138,8 +118,11 @@ def _optimizer_parts(layout: ZeroLayout, rank: int) -> list[Part]:
     return parts
 
 
-def _training(nest: EngineNest) -> _NestedTraining:
-    """Return the training that a nest is of. Raises TargetError if it is of none."""
+def _groups(nest: EngineNest) -> tuple[list[list[LaidParameter]], list[Dict]]:
+    """Return the parameters of each group of the optimizer, and the groups without these.
+
+    Raises TargetError if the nest is of no training, or a parameter is missing, or in two groups.
+    """
     root, tensors = nest.root, nest.tensors
     groups = entry_of(entry_of(root, "optimizer"), "param_groups")
     has_groups = type(groups) is list and all(type(group) is Dict for group in groups)
@@ -153,26 +136,20 @@ def _training(nest: EngineNest) -> _NestedTraining:
     if any(not own.flat for own in settings):
         expected = "settings of each group of the optimizer, such as lr"
         raise no_training(expected, "none, as elastic checkpoints of DeepSpeed have")
-    return _NestedTraining(root, names, settings, nest.equal, nest.untrained)
-
-
-def _groups(training: _NestedTraining, tensors: TensorTypes) -> list[list[LaidParameter]]:
-    """Return the parameters of each group. Raises TargetError if one is missing, or in two groups."""
-    groups = [[_parameter(name, tensors) for name in own] for own in training.groups]
-    names = {parameter.name for own in groups for parameter in own}
-    if len(names) != sum(map(len, groups)) or not all(groups) or not names:
-        got = "one in two groups" if all(groups) else "a group without parameters"
+    parameters = [[_parameter(name, tensors) for name in own] for own in names]
+    distinct = {parameter.name for own in parameters for parameter in own}
+    if len(distinct) != sum(map(len, parameters)) or not all(parameters) or not distinct:
+        got = "one in two groups" if all(parameters) else "a group without parameters"
         raise no_training("each parameter in one group", got)
-    return groups
+    return parameters, settings
 
 
-def _layout(
-    training: _NestedTraining, parts: ModelParts, tensors: TensorTypes, own_types: OwnTypes, ranks: int, stage: int
-) -> ZeroLayout:
+def _layout(nest: EngineNest, parts: ModelParts, own_types: OwnTypes, ranks: int, stage: int) -> ZeroLayout:
     """Return how the training lies in the files. Raises TargetError if a part of it is missing, or cannot lie there."""
+    root, tensors, settings = nest.root, nest.tensors, nest.root.get("ds_config")
     trained = {own.name: own for groups in parts.groups for of_parts in groups for own in chain(*of_parts)}
     kinds, counters = _kinds(trained, tensors)
-    buffers, shared = _names(training.root.get("buffer_names")), second_names(training.root)
+    buffers, shared = _names(root.get("buffer_names")), second_names(root)
     named = (*buffers, *(name for pair in shared for name in pair))
     # What layers of a pipeline share lies in the files of these layers, under their names.
     kept = [name for name in named if not (parts.layers and name.startswith(TIED))]
@@ -186,8 +163,8 @@ def _layout(
         )
     others = [name.removeprefix(MODEL) for name in tensors if name.startswith(MODEL)]
     frozen = [name for name in others if name not in trained and name not in buffers and name not in dict(shared)]
-    unknown = [name for name in frozen if name not in training.untrained]
-    if stage == 3 and unknown and training.root.get("buffer_names") is None:
+    unknown = [name for name in frozen if name not in nest.untrained]
+    if stage == 3 and unknown and root.get("buffer_names") is None:
         raise TargetError(
             "it is not known which tensors of the model are parameters, which stage 3 cuts, and which are buffers",
             expected="buffer_names beside the model, as checkpoints of DeepSpeed have it",
@@ -215,11 +192,11 @@ def _layout(
         tuple(
             laid
             for number, of_parts in enumerate(groups)
-            for laid in _flat_groups(of_parts, number, training.config, itemsize_bytes, ranks, stage)
+            for laid in _flat_groups(of_parts, number, settings, itemsize_bytes, ranks, stage)
         )
         for groups in parts.groups
     )
-    config = config_for(training.config, stage, ranks, dtype)
+    config = config_for(settings, stage, ranks, dtype)
     return ZeroLayout(
         stage,
         ranks,
@@ -233,9 +210,9 @@ def _layout(
         shared=shared,
         apart=parts.apart,
         is_pipeline=bool(parts.layers),
-        module=module_text(training.root),
-        model=model_text(training.root, config, parts.experts),
-        optimizer=optimizer_text(training.root, parts.settings, flat, config, dtype),
+        module=module_text(root),
+        model=model_text(root, config, parts.experts),
+        optimizer=optimizer_text(root, parts.settings, flat, config, dtype),
     )
 
 

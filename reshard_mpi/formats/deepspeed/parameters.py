@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.deepspeed.flat_groups import (
-    FlatRun,
     SizeError,
     has_round_robin,
     in_partitions,
@@ -167,16 +166,9 @@ def _of_group(
     def held(vectors: Sequence[FlatVector]) -> Iterator[TensorPieces]:
         """Yield the tensors that lie in the vectors of some ranks."""
         lengths = [vector.elements for vector in vectors]
-        runs: Iterator[tuple[FlatRun, ...]]
-        if shares[0].is_sliced:
-            runs = in_slices(sizes, lengths)
-        else:
-            gaps = shares[0].gaps[number] if shares[0].gaps else (0,) * len(sizes)
-            runs = in_partitions(sizes, gaps, lengths)
+        gaps = shares[0].gaps[number] if shares[0].gaps else (0,) * len(sizes)
         try:
-            for shape, own in zip(shapes, runs, strict=True):
-                ranges = tuple(vectors[run.rank].range(run.start, run.length) for run in own)
-                yield HeldTensor(vectors[0].dtype, shape, ByteRanges(ranges)).as_one_piece
+            runs = in_slices(sizes, lengths) if shares[0].is_sliced else in_partitions(sizes, gaps, lengths)
         except SizeError as error:
             raise ShardError(
                 f"group {number} of a DeepSpeed optimizer does not have the parameters that are listed",
@@ -185,6 +177,9 @@ def _of_group(
                 where=f"{path} (param_shapes) and {vectors[0].path}",
                 remedy="copy or restore all files of one save",
             ) from None
+        for shape, own in zip(shapes, runs, strict=True):
+            ranges = tuple(vectors[rank].range(run.start, run.length) for rank, run in own)
+            yield HeldTensor(vectors[0].dtype, shape, ByteRanges(ranges)).as_one_piece
 
     by_kind = {kind: [*held(own)] for kind, own in vectors.items()}
     others = {**groups[0].values, **groups[0].of_all}

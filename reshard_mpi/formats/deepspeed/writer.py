@@ -256,9 +256,9 @@ def _optimizer_states(layout: ZeroLayout, file: int, settings: Dict, storages: _
 def _addresses(group: FlatGroupLayout, own: RankVectors) -> Call:
     """Return where the parameters of a group lie in the partition of a rank."""
     addresses: dict[str, Value] = {}
-    for number, start, length in own.slices:
-        addresses[group.parameters[number].name] = address = Call(_ADDRESS, (), is_new=True)
-        address.state = Dict(["numel", length, "start", start])
+    for run in own.runs:
+        addresses[group.parameters[run.parameter].name] = address = Call(_ADDRESS, (), is_new=True)
+        address.state = Dict(["numel", run.length, "start", run.start])
     return _ordered(addresses)
 
 
