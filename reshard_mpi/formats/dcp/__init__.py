@@ -18,7 +18,7 @@ from reshard_mpi.filesystem.source_files import FileVersion
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.dcp import file_layout, metadata
 from reshard_mpi.formats.dcp.bulk_metadata import Chunk, ItemKey
-from reshard_mpi.formats.dcp.file_layout import ItemLayout, tensors_in, tree_of
+from reshard_mpi.formats.dcp.file_layout import tensors_in, tree_of
 from reshard_mpi.formats.dcp.items import Common, LocatedFile, MisfitError, WantedItem, locate_items, named
 from reshard_mpi.formats.dcp.metadata import INDEX, Metadata, without_flat_state
 from reshard_mpi.formats.dcp.metadata_writer import Entry, entries_of, index_contents
@@ -280,20 +280,23 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     structure.check_names(path, [*specs.names, *strings])
     require_types(specs, _HOLDER, path)
     _require_small(entries_of([*specs.names, *spec.written_by_others], strings, path), specs, path)
-    layouts = [file_layout.of_tensor(kind) for kind in specs.kinds]
-    return Manifest(path, NAME, write_items(fd, path, specs, strings, lambda _, kind: layouts[kind]), strings)
+    return Manifest(path, NAME, write_items(fd, path, specs, strings), strings)
 
 
-# Returns the layout of an item of a name and a number of a kind.
-LayoutOf = Callable[[str, int], ItemLayout]
+# Returns the kind of the item that a file has of a tensor, by its name and kind.
+ItemKind = Callable[[str, TensorType], TensorType]
 
 
-def write_items(fd: int, path: str, specs: Specs, strings: dict[str, str], layout_of: LayoutOf) -> TensorTable:
+def _same(name: str, kind: TensorType) -> TensorType:
+    return kind
+
+
+def write_items(fd: int, path: str, specs: Specs, strings: dict[str, str], item_kind: ItemKind = _same) -> TensorTable:
     """Write items without their payloads to an empty file, and the record behind them; return where payloads lie."""
     tensors, writer, end = TensorTable(path), structure.HeaderDigestWriter(fd), 0
     kinds = [tensors.kind(kind) for kind in specs.kinds]
     for name, kind in zip(specs.names, specs.kind_ids):
-        item = layout_of(name, kind)
+        item = file_layout.of_tensor(item_kind(name, specs.kinds[kind]))
         start = item.start_behind(end)
         payload_start = start + len(item.head)
         writer.add(start, item.head)
@@ -323,22 +326,17 @@ def _require_small(entries: Iterable[Entry], specs: Specs, path: str) -> None:
 
 def locate_own(path: str) -> Manifest:
     """Find the tensors of a file that this program has written. Raises ShardError if it is another one, or damaged."""
-
-    def layouts(tensors: TensorTable) -> LayoutOf:
-        of_kinds = [file_layout.of_tensor(kind) for kind in tensors.kinds]
-        return lambda _, kind: of_kinds[kind]
-
-    footer = read_items(path, layouts)
+    footer = read_items(path)
     return Manifest(path, NAME, footer.tensors, footer.strings)
 
 
-def read_items(path: str, layouts: Callable[[TensorTable], LayoutOf]) -> file_layout.Footer:
+def read_items(path: str, item_kind: ItemKind = _same) -> file_layout.Footer:
     """Return the items that the record of a file lists, as `write_items` wrote them. Raises ShardError if not so."""
     with structure.opened(path) as file:
         own_footer = file_layout.read_footer(file)
         tensors, end = own_footer.tensors, 0
-        layout_of = layouts(tensors)
-        items = [layout_of(*named) for named in zip(tensors, tensors.kind_ids)]
+        kinds = (tensors.kinds[number] for number in tensors.kind_ids)
+        items = [file_layout.of_tensor(item_kind(*named)) for named in zip(tensors, kinds)]
         spans, parts = list[Span](), list[bytes]()
         for start, item in zip(tensors.offsets, items):
             head_start, tail_start = start - len(item.head), start + item.payload_bytes

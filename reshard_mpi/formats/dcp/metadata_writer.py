@@ -90,9 +90,8 @@ def _wholes(shards: Sequence[Manifest]) -> dict[str, CollectedTensor]:
     wholes: dict[str, CollectedTensor] = {}
     for shard in shards:
         tensors, file = shard.tensors, Path(shard.path).name
-        layouts = [file_layout.of_tensor(kind) for kind in tensors.kinds]
         for name, start, number in zip(tensors, tensors.offsets, tensors.kind_ids):
-            dtype, shape, box, global_shape = tensors.kinds[number]
+            dtype, shape, box, global_shape = kind = tensors.kinds[number]
             assert box is not None and global_shape is not None
             whole = wholes.get(name)
             if whole is None:
@@ -105,7 +104,7 @@ def _wholes(shards: Sequence[Manifest]) -> dict[str, CollectedTensor]:
                     where=shard.path,
                     remedy="make all targets anew from one source (--overwrite)",
                 )
-            item = layouts[number]
+            item = file_layout.of_tensor(kind)
             if not item.payload_bytes and (0 not in global_shape or whole.pieces):
                 continue  # what has no elements is needed where the whole tensor has none
             place = ItemPlace(file, start - len(item.head), item.length_bytes)
@@ -233,13 +232,10 @@ class _MetadataPickler:
     def __init__(self) -> None:
         self._content = bytearray()
         self._memo: dict[Hashable, bytes] = {}
-        # What stands around the parts of an item that differ, once all of that is in the memo.
-        self._around_items: tuple[bytes, ...] = ()
 
     def copy(self) -> _MetadataPickler:
         other = _MetadataPickler()
         other._content, other._memo = self._content[:], self._memo.copy()
-        other._around_items = self._around_items
         return other
 
     def content(self) -> bytes:
@@ -326,21 +322,12 @@ class _MetadataPickler:
 
     def item(self, name: str, offsets: tuple[int, ...] | None, number: int | None, place: ItemPlace) -> None:
         """Write the key of an item and its place."""
-        start = b"\x8a%c" % _WIDE_BYTES + place.offset_bytes.to_bytes(_WIDE_BYTES, "little")
-        index = b"N" if number is None else whole_opcode(number)
-        length = whole_opcode(place.length_bytes)
-        around, name_get, file_get = self._around_items, self._memo.get(name), self._memo.get(place.file)
-        size_get = b"N" if offsets is None else self._memo.get(offsets)
-        if around and name_get and file_get and size_get:
-            values = (name_get, index, size_get, file_get, start, length)
-            self._content += b"".join(part for pair in zip(around, (*values, b"ub")) for part in pair)
-            return
         self.new(METADATA, "MetadataIndex")
         self.raw(b"}(")
         self.text("fqn")
         self.text(name)
         self.text("index")
-        self.raw(index)
+        self.raw(b"N" if number is None else whole_opcode(number))
         self.text("offset")
         if offsets is None:
             self.raw(b"N")
@@ -352,17 +339,6 @@ class _MetadataPickler:
         self.text("relative_path")
         self.text(place.file)
         self.text("offset")
-        self.raw(start)
+        self.raw(b"\x8a%c" % _WIDE_BYTES + place.offset_bytes.to_bytes(_WIDE_BYTES, "little"))
         self.text("length")
-        self.raw(length)
-        self.raw(b"ub")
-        get = self._memo
-        self._around_items = (
-            get[METADATA, "MetadataIndex"] + b")\x81}(" + get["fqn"],
-            get["index"],
-            get["offset"],
-            b"ub" + get[FILESYSTEM, "_StorageInfo"] + b")\x81}(" + get["relative_path"],
-            get["offset"],
-            get["length"],
-            b"",
-        )
+        self.raw(whole_opcode(place.length_bytes) + b"ub")

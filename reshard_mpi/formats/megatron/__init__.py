@@ -37,7 +37,6 @@ from reshard_mpi.formats.nest import rebuild_tree
 from reshard_mpi.formats.nest.nodes import Dict, NestError, NestTensor, Value
 from reshard_mpi.formats.protocol import OnBytes, uncounted
 from reshard_mpi.formats.protocol import no_sums as stored_sums
-from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.formats.torch.pickler import require_types
 from reshard_mpi.formats.torch.unpickler import without_collections
 
@@ -103,13 +102,7 @@ def reserve(fd: int, path: str, spec: ShardSpec) -> Manifest:
     _require_common(spec, path)
     specs, strings = spec.specs, dict(spec.strings)
     structure.check_names(path, [*specs.names, *strings])
-    tensors = dcp.write_items(fd, path, specs, strings, _layout_of(specs.kinds))
-    return Manifest(path, NAME, tensors, strings)
-
-
-def _layout_of(kinds: Sequence[TensorType]) -> dcp.LayoutOf:
-    """Return the layouts of items of these kinds, by the names of chunks."""
-    return lambda name, kind: file_layout.of_tensor(item_kind(name, kinds[kind]))
+    return Manifest(path, NAME, dcp.write_items(fd, path, specs, strings, item_kind), strings)
 
 
 def locate(path: str, like: Manifest | None = None) -> Manifest:
@@ -124,7 +117,7 @@ def locate(path: str, like: Manifest | None = None) -> Manifest:
             where=path,
             remedy=f"give {Path(path).parent}",
         )
-    footer = dcp.read_items(path, lambda tensors: _layout_of(tensors.kinds))
+    footer = dcp.read_items(path, item_kind)
     part_of, to_have_all = "a Megatron checkpoint", f"give {Path(path).parent}"
     return Manifest(path, NAME, footer.tensors, footer.strings, part_of=part_of, to_have_all=to_have_all)
 
