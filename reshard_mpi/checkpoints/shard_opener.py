@@ -374,8 +374,9 @@ class ShardOpener:
         never_saved = self._never_saved.setdefault(holders, set())
         unseen = [name for name in names if name not in never_saved]
         damaged, seen = False, {frozenset(manifest.tensors) for manifest in opened}
+        listed = self.source.strategy.parameters.keys()
         for number, rank in enumerate(others if unseen else ()):
-            if number >= _MAX_LOOKED_INTO and len(seen) == 1 and all(map(self._lists_some, seen)):
+            if number >= _MAX_LOOKED_INTO and len(seen) == 1 and not any(map(listed.isdisjoint, seen)):
                 break
             manifest = candidates.open(rank)
             if manifest is None:
@@ -387,9 +388,6 @@ class ShardOpener:
                 seen.add(frozenset(manifest.tensors))
         if not damaged:
             never_saved.update(unseen)
-
-    def _lists_some(self, names: Iterable[str]) -> bool:
-        return not self.source.strategy.parameters.keys().isdisjoint(names)
 
     def _first_of_stages(self, origins: Iterable[Placement]) -> Iterator[int]:
         """Yield the first ranks that have shards, of each stage in which one of these placements is."""

@@ -98,11 +98,6 @@ def joined_words(words: Iterable[str]) -> str:
     return " ".join(shlex.quote(word) if not word or _SPECIAL.search(word) else word for word in words)
 
 
-def joined_maps(words: Sequence[str]) -> str:
-    """Return the maps of a run as one text: a single one as it is."""
-    return words[0] if len(words) == 1 else joined_words(words)
-
-
 def glob_of(chosen: str) -> str | None:
     """Return the glob that chooses the same files; None if no glob does, since the files have nothing in common."""
     return None if _UNLIKE.search(chosen) else "*".join(map(glob.escape, chosen.split("<rank>")))

@@ -59,9 +59,9 @@ def carried_into(
     """
     (root, order), (source_root, source_order) = parsed(nest), parsed(source)
     names = [name for each in (order, source_order) for name in decoded(each or ())]
-    values = NestValues([*names, *(parameter.name for parameter in parameters)])
     optimizers, of_source_nest = optimizers_of(root, theirs), optimizers_of(source_root, training)
-    values.leave_alone(node for node, _ in (*optimizers, *of_source_nest))
+    nodes = (node for node, _ in (*optimizers, *of_source_nest))
+    values = NestValues([*names, *(parameter.name for parameter in parameters)], nodes)
     new_names = moved(source_root, new_names_of(parameters), (each for _, each in of_source_nest), ())
     regrouped, unknown, known = [], [], []
     for (node, own), (source_node, of_source) in _pairs(optimizers, of_source_nest):
@@ -223,14 +223,13 @@ class NestValues:
     a list, items are taken by their places.
     """
 
-    def __init__(self, tensors: Iterable[str]) -> None:
-        """Take the names of the tensors of both nests."""
-        self._tensors = sorted(set(tensors))
-        self._left_alone: dict[int, Any] = {}
+    def __init__(self, tensors: Iterable[str], left_alone: Iterable[Any] = ()) -> None:
+        """Take the names of the tensors of both nests, and dictionaries of optimizers, whose values go with parameters.
 
-    def leave_alone(self, nodes: Iterable[Any]) -> None:
-        """Take dictionaries of optimizers: they have values that go with parameters."""
-        self._left_alone |= {id(node): node for node in nodes}
+        These are left alone.
+        """
+        self._tensors = sorted(set(tensors))
+        self._left_alone = {id(node): node for node in left_alone}
 
     def of(self, node: Any, source: Any, path: str) -> Any:
         """Return a part of a nest with the source's values. path: what names in it begin with."""

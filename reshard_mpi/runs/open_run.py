@@ -13,7 +13,7 @@ from reshard_mpi.checkpoints.opening import NO_DAMAGE, chosen_files, open_source
 from reshard_mpi.errors import ReshardError, UsageError
 from reshard_mpi.filesystem.paths import is_object_path, real_path
 from reshard_mpi.formats.manifest import Specs
-from reshard_mpi.journal.run_records import CHOSEN, FILES_BY_DIGEST, RunIdentity, joined_maps, joined_words
+from reshard_mpi.journal.run_records import CHOSEN, FILES_BY_DIGEST, RunIdentity, joined_words
 from reshard_mpi.journal.target_journal import Journal
 from reshard_mpi.planning.rank_choice import Accumulated, Replicas, check_target_rank
 from reshard_mpi.planning.target_tensors import Policy
@@ -118,7 +118,8 @@ class Run(NamedTuple):
         named = {name: getattr(request, name) for name in FILES_BY_DIGEST}
         files = {name: str(real_path(path)) for name, path in named.items() if path is not None}
         if request.map:
-            files["map"] = joined_maps(request.map_words)
+            words = request.map_words
+            files["map"] = words[0] if len(words) == 1 else joined_words(words)
         if request.select is not None:
             files[CHOSEN] = request.select
         traits = formats.info(self.format)

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import mul
 
 from reshard_mpi.errors import ShardError
-from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.locations import ByteRange, ByteRanges, Location
 from reshard_mpi.formats.megatron.layers import is_expert, place_of
 from reshard_mpi.formats.megatron.parameter_order import (
@@ -31,11 +30,11 @@ from reshard_mpi.formats.megatron.parameter_order import (
     PlacedParameter,
     TensorSlice,
     placed,
+    weights_type,
 )
-from reshard_mpi.formats.megatron.training_tree import FP32, is_of_experts
+from reshard_mpi.formats.megatron.training_tree import FP32, is_of_experts, require_all_parts
 from reshard_mpi.formats.nest.nodes import Dict, Value
 from reshard_mpi.formats.torch.file_content import FlatVector, TensorPieces
-from reshard_mpi.formats.torch.tensors import BY_TORCH_NAME
 from reshard_mpi.sharding.box import Box
 
 # A family: its ranks by stage, which part of how many it has of cut tensors, and which experts (None: all).
@@ -193,6 +192,7 @@ BucketNames = re.compile(
 )
 # By chained optimizer: of each model-parallel rank its buffers.
 _Ranks = dict[int, list[Buffer]]
+_BY_OTHER_FORM = "save it with --dist-ckpt-optim-fully-reshardable; weights alone can be read with --from dcp"
 # What is needed of it here: from what element on, and where.
 _Part = tuple[int, FlatVector]
 
@@ -309,7 +309,7 @@ def _by_rank(tensors: Mapping[str, TensorPieces], objects: GroupObjects, folder:
             lengths = objects.get((chain, "per_bucket_numel_unpadded"), {}).get(group)
             found: list[Buffer] = []
             for number in _without_gap(buffers, f"buffers of model-parallel rank {group}", folder):
-                dtype = _weights_type(dtypes[chain, group, number], folder)
+                dtype = weights_type(dtypes[chain, group, number], "buckets", folder, _BY_OTHER_FORM)
                 found.append(Buffer(dtype, _buckets(group, number, buffers[number], folder)))
             ranks.setdefault(chain, {})[group] = found
             own = [[bucket.elements for bucket in buffer.buckets] for buffer in found]
@@ -329,18 +329,6 @@ def _lengths(of_buffer: Value) -> Value:
     """Return how long the buckets of a buffer are, by the record that the optimizer keeps of them."""
     listed = [value for _, value in of_buffer.pairs()] if type(of_buffer) is Dict else []
     return listed[0] if len(listed) == 1 else None
-
-
-def _weights_type(name: str, folder: str) -> DType:
-    if name not in BY_TORCH_NAME or name == "uint8":
-        raise ShardError(
-            "the optimizer's buckets of a Megatron checkpoint are of weights of a type that is not read",
-            expected="bfloat16, float16 or float32",
-            got=f"{name}, as weights in FP8 have it" if name == "uint8" else name,
-            where=folder,
-            remedy="save it with --dist-ckpt-optim-fully-reshardable; weights alone can be read with --from dcp",
-        )
-    return BY_TORCH_NAME[name]
 
 
 def _without_gap(numbered: Mapping[int, object], what: str, folder: str) -> list[int]:
@@ -370,7 +358,7 @@ def _buckets(group: int, buffer: int, buckets: Mapping[int, Mapping[str, TensorP
                 expected=f"vectors of one length, {MAIN} in float32 among them",
                 got=", ".join(f"{kind} {tensor.dtype.name} {list(tensor.shape)}" for kind, tensor in kinds.items()),
                 where=f"{name} of {folder}",
-                remedy="save it with --dist-ckpt-optim-fully-reshardable; weights alone can be read with --from dcp",
+                remedy=_BY_OTHER_FORM,
             )
         vectors = {kind: _in_order(name, tensor, folder) for kind, tensor in kinds.items()}
         of_buffer.append(Bucket(name, folder, main.shape[0], vectors))
@@ -412,16 +400,7 @@ def _state_of(
                 own.setdefault(name, []).append((box, bucket.ranges(kind, start, box.size)))
             start += box.size
     for key, kinds in pieces.items():
-        held = {box for box, _ in kinds[FP32]}
-        lacking = next((box for box, _ in weights[key].pieces if box not in held), None)
-        if lacking is not None:
-            raise ShardError(
-                f"the optimizer of a Megatron checkpoint has the state of a part of {key!r} alone",
-                expected=f"that of all parts of shape {list(weights[key].shape)}",
-                got=f"none of {lacking}",
-                where=folder,
-                remedy="copy or restore all files of one save",
-            )
+        require_all_parts("the state", key, weights[key], kinds[FP32], folder)
     return {
         key: {kind: TensorPieces(dtypes[kind], weights[key].shape, tuple(own)) for kind, own in kinds.items()}
         for key, kinds in pieces.items()

@@ -17,12 +17,12 @@ from typing import NamedTuple
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.locations import ByteRange, ByteRanges
-from reshard_mpi.formats.megatron.parameter_order import MAIN, ElementReader, rounded
+from reshard_mpi.formats.megatron.parameter_order import MAIN, ElementReader, rounded, weights_type
 from reshard_mpi.formats.megatron.rank_slices import EMBEDDING, RankModel, RankTensor
 from reshard_mpi.formats.megatron.training_tree import FP32
 from reshard_mpi.formats.nest.nodes import Dict, Global, Value
 from reshard_mpi.formats.torch.file_content import FlatVector, HeldTensor
-from reshard_mpi.formats.torch.tensors import BY_TORCH_NAME, StoredTensor
+from reshard_mpi.formats.torch.tensors import StoredTensor
 
 _ALIGNED_ELEMENTS = 64
 _COALESCED = "buckets_coalesced"
@@ -114,16 +114,11 @@ def _vectors(state: Value, model: RankModel, path: str) -> Iterator[_Vectors]:
 
 def _weights_type(types: Value, path: str) -> DType:
     first = types[0] if type(types) is tuple and types else types
-    name = first.name if type(first) is Global and first.module == "torch" else ""
-    if name not in BY_TORCH_NAME or name == "uint8":
-        raise ShardError(
-            "the optimizer's vectors of a Megatron checkpoint are of weights of a type that is not read",
-            expected="bfloat16, float16 or float32",
-            got=f"{name}, as weights in FP8 have it" if name == "uint8" else str(first)[:80],
-            where=path,
-            remedy="save it with --ckpt-format torch_dist and --dist-ckpt-optim-fully-reshardable",
-        )
-    return BY_TORCH_NAME[name]
+    is_of_torch = type(first) is Global and first.module == "torch"
+    name = first.name if is_of_torch else f"{first!s:.80}, which is no type of torch"
+    return weights_type(
+        name, "vectors", path, "save it with --ckpt-format torch_dist and --dist-ckpt-optim-fully-reshardable"
+    )
 
 
 def _by_kind(number: int, kinds: Dict, model: RankModel, path: str) -> dict[str, FlatVector]:

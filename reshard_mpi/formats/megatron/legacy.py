@@ -34,6 +34,7 @@ from reshard_mpi.formats.megatron.training_tree import (
     merged,
     not_of_one_save,
     require_agreement,
+    require_all_parts,
     scaler_of,
     with_members,
 )
@@ -216,16 +217,8 @@ class _StateOfRanks:
         for key in weights:
             pieces = self._pieces.get(key, {})
             for kind, own in pieces.items():
-                boxes = {box for box, _ in own}
-                lost = next((box for box, _ in weights[key].pieces if box not in boxes and box.ndim), None)
-                if lost is not None and self._types[key][kind][1]:
-                    raise ShardError(
-                        f"the optimizer of a Megatron checkpoint has {kind} of a part of {key!r} alone",
-                        expected=f"that of all parts of shape {list(weights[key].shape)}",
-                        got=f"none of {lost}",
-                        where=folder,
-                        remedy="copy or restore all files of one save",
-                    )
+                if self._types[key][kind][1]:
+                    require_all_parts(kind, key, weights[key], own, folder)
             tensors = {kind: TensorPieces(*self._types[key][kind], tuple(own)) for kind, own in pieces.items()}
             if tensors or key in self._values:
                 whole[key] = {**tensors, **self._values.get(key, {})}

@@ -22,6 +22,7 @@ from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import DType
 from reshard_mpi.formats.locations import ByteRange, ByteRanges
 from reshard_mpi.formats.torch.file_content import FlatVector
+from reshard_mpi.formats.torch.tensors import BY_TORCH_NAME
 from reshard_mpi.sharding.box import Box
 
 _ALIGNED_ELEMENTS = 64
@@ -176,6 +177,23 @@ class ElementReader:
                 self._files.clear()
             self._files[path] = self._stack.enter_context(structure.opened(path))
         return self._files[path]
+
+
+def weights_type(name: str, of: str, where: str, remedy: str) -> DType:
+    """Return the type of weights by torch's name. Raises ShardError if it is not read.
+
+    Args:
+        of: what of the optimizer is of these weights, in words.
+    """
+    if name not in BY_TORCH_NAME or name == "uint8":
+        raise ShardError(
+            f"the optimizer's {of} of a Megatron checkpoint are of weights of a type that is not read",
+            expected="bfloat16, float16 or float32",
+            got=f"{name}, as weights in FP8 have it" if name == "uint8" else name,
+            where=where,
+            remedy=remedy,
+        )
+    return BY_TORCH_NAME[name]
 
 
 def rounded(content: bytes, dtype: DType) -> bytes | None:

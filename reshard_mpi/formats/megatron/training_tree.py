@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import DisagreementError, ShardError
-from reshard_mpi.formats.locations import ByteRanges
+from reshard_mpi.formats.locations import ByteRanges, Location
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.megatron.layers import OF_VOCABULARY, is_expert, layer_axes, least_axes, place_of
 from reshard_mpi.formats.megatron.parameter_order import ElementReader, rounded
 from reshard_mpi.formats.nest.nodes import MAX_DEPTH, Call, Dict, Global, Value, entry_of
 from reshard_mpi.formats.torch.file_content import TensorPieces, listed, text_of
 from reshard_mpi.formats.torch.tensors import StoredTensor
+from reshard_mpi.sharding.box import Box
 from reshard_mpi.text import shortened
 
 NAME = "megatron"
@@ -267,6 +268,22 @@ def not_of_one_save(expected: str, got: str, folder: str) -> DisagreementError:
         where=folder,
         remedy="copy or restore all files of one save",
     )
+
+
+def require_all_parts(
+    what: str, key: str, weight: TensorPieces, pieces: Sequence[tuple[Box, Location]], folder: str
+) -> None:
+    """Raise ShardError unless the optimizer has the state of each part of a weight. what: which state, in words."""
+    boxes = {box for box, _ in pieces}
+    lacking = next((box for box, _ in weight.pieces if box not in boxes and box.ndim), None)
+    if lacking is not None:
+        raise ShardError(
+            f"the optimizer of a Megatron checkpoint has {what} of a part of {key!r} alone",
+            expected=f"that of all parts of shape {list(weight.shape)}",
+            got=f"none of {lacking}",
+            where=folder,
+            remedy="copy or restore all files of one save",
+        )
 
 
 _DECODER = "decoder.layers."
