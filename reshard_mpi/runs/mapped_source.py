@@ -177,7 +177,8 @@ class MappedCheckpoint(SourceCheckpoint):
         Args:
             is_asked: tells which tensors are asked for.
         """
-        taken = {*self._opened().inventory, *self._opened().stored_names}
+        outcome = self._opened()
+        taken = {*outcome.inventory, *(name for weight in outcome.dequantized for name in weight.names)}
         rules, choice, *_ = self.maps.tensor_map
 
         def is_wanted(name: str) -> bool:

@@ -82,11 +82,6 @@ class MapsOutcome(NamedTuple):
         return tuple(dict.fromkeys(name for step in self.steps for name in step.mapped.left_out))
 
     @property
-    def stored_names(self) -> frozenset[str]:
-        """The names of the tensors that are stored for dequantized weights."""
-        return frozenset(name for weight in self.dequantized for name in weight.names)
-
-    @property
     def constants(self) -> tuple[ConstantTensor, ...]:
         """The tensors of the target that are made up."""
         return self.steps[-1].mapped.constants

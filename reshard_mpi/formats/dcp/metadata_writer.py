@@ -26,7 +26,8 @@ _VERSION = "1.0.0"
 # Numbers of this many bytes, so that the pickle has the same length wherever its objects lie.
 _WIDE_BYTES = 8
 
-ChunkPlace = tuple[tuple[int, ...], tuple[int, ...], ItemPlace]
+# The shape of a chunk, and where it lies.
+ChunkPlace = tuple[tuple[int, ...], ItemPlace]
 
 
 class CollectedTensor(NamedTuple):
@@ -108,7 +109,7 @@ def _wholes(shards: Sequence[Manifest]) -> dict[str, CollectedTensor]:
             if not item.payload_bytes and (0 not in global_shape or whole.pieces):
                 continue  # what has no elements is needed where the whole tensor has none
             place = ItemPlace(file, start - len(item.head), item.length_bytes)
-            whole.pieces.setdefault(box.start, (box.start, shape, place))
+            whole.pieces.setdefault(box.start, (shape, place))
     return wholes
 
 
@@ -213,7 +214,7 @@ def _listed(
     write.text("storage_data")
     write.raw(b"}(")
     for name, whole in wholes.items():
-        for number, (offsets, _, place) in enumerate(whole.pieces.values()):
+        for number, (offsets, (_, place)) in enumerate(whole.pieces.items()):
             write.item(name, offsets, number, place)
     return write
 
@@ -291,7 +292,7 @@ class _MetadataPickler:
         self.size(whole.shape)
         self.text("chunks")
         self.raw(b"](")
-        for offsets, sizes, _ in whole.pieces.values():
+        for offsets, (sizes, _) in whole.pieces.items():
             self._chunk(offsets, sizes)
         self.raw(b"eub")
 

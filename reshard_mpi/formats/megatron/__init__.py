@@ -191,5 +191,5 @@ def _wholes(files: Sequence[Manifest]) -> dict[str, CollectedTensor]:
             whole = wholes.setdefault(chunk.key, CollectedTensor(kind.dtype, chunk.whole, {}))
             item = file_layout.of_tensor(item_kind(name, kind))
             place = ItemPlace(file_name_here, start - len(item.head), item.length_bytes)
-            whole.pieces[chunk.start] = (chunk.start, chunk.shape(kind), place)
+            whole.pieces[chunk.start] = (chunk.shape(kind), place)
     return wholes
