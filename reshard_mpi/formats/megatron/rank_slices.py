@@ -70,13 +70,16 @@ class RankTensor(NamedTuple):
     chunk: int
     held: HeldTensor
     storage: str
-    is_expert: bool
     shape: _Shape
     slices: tuple[tuple[Box, Location], ...]
 
     @property
     def elements(self) -> int:
         return math.prod(self.held.shape)
+
+    @property
+    def is_expert(self) -> bool:
+        return _OF_EXPERTS in self.key
 
 
 class RankModel(NamedTuple):
@@ -94,7 +97,6 @@ class _Named(NamedTuple):
     chunk: int
     tensor: HeldTensor
     storage: str
-    is_expert: bool
 
 
 def rank_tensors(ranks: LegacyRanks, folder: str) -> list[RankModel]:
@@ -111,11 +113,11 @@ def rank_tensors(ranks: LegacyRanks, folder: str) -> list[RankModel]:
                     if key in tensors:
                         raise _twice(key, tensors[key].name, name, rank.path)
                     place = held(value, rank.starts, rank.path)
-                    tensors[key] = _Named(name, chunk, place, value.storage.key, is_expert=_OF_EXPERTS in key)
+                    tensors[key] = _Named(name, chunk, place, value.storage.key)
                 else:
                     others[key] = value
         own.append((rank, tensors, others))
-    cuts = _Cuts(ranks, {key: name for _, tensors, _ in own for key, name in tensors.items()}, folder)
+    cuts = _Cuts(ranks, folder)
     for rank, tensors, _ in own:
         for key, named in tensors.items():
             cuts.add(rank, key, named.tensor)
@@ -182,15 +184,15 @@ def _modules(chunk: Value) -> Iterator[str]:
 class _Cuts:
     """Knows how tensors are cut over ranks: by their names, and by the shapes of what lies beside them."""
 
-    def __init__(self, ranks: LegacyRanks, names: Mapping[str, _Named], folder: str) -> None:
-        self._ranks, self._names, self._folder = ranks, names, folder
+    def __init__(self, ranks: LegacyRanks, folder: str) -> None:
+        self._ranks, self._folder = ranks, folder
         # By name and part, one of the ranks' tensors.
         self._parts: dict[str, dict[int, HeldTensor]] = {}
         self._layouts: dict[str, tuple[_Shape, list[list[Box]]]] = {}
 
     def add(self, rank: RankFiles, key: str, tensor: HeldTensor) -> None:
         """Take note of a rank's part of a tensor. Raises ShardError if its copies have other types or shapes."""
-        part = self._ranks.parallelism.part(rank.place, is_expert=self._names[key].is_expert)
+        part = self._ranks.parallelism.part(rank.place, is_expert=_OF_EXPERTS in key)
         first = self._parts.setdefault(key, {}).setdefault(part, tensor)
         if first[:2] != tensor[:2]:
             raise ShardError(
@@ -206,15 +208,14 @@ class _Cuts:
         layout = self._layouts.get(key)
         if layout is None:
             layout = self._layouts[key] = self._layout(key)
-        part = self._ranks.parallelism.part(rank.place, is_expert=named.is_expert)
+        part = self._ranks.parallelism.part(rank.place, is_expert=_OF_EXPERTS in key)
         slices = tuple(in_slices(named.tensor, layout[1][part]))
-        return RankTensor(key, named.chunk, named.tensor, named.storage, named.is_expert, layout[0], slices)
+        return RankTensor(key, named.chunk, named.tensor, named.storage, layout[0], slices)
 
     def _layout(self, key: str) -> tuple[_Shape, list[list[Box]]]:
         """Return the shape of a whole tensor, and the boxes of each part."""
-        named = self._names[key]
         parts = self._parts[key]
-        count = self._ranks.parallelism.parts(is_expert=named.is_expert)
+        count = self._ranks.parallelism.parts(is_expert=_OF_EXPERTS in key)
         first = parts[min(parts)]
         if len(parts) < count:
             lost = next(part for part in range(count) if part not in parts)
