@@ -154,7 +154,7 @@ def plan(
     request = request_of(locals())
     with RunProcess.begun(request, SerialComm(), Progress()) as process:
         run, allotted = open_run(process), process.memory
-        plans, outcome = plan_alone(run.planner, run.targets, allotted.governor().notes)
+        plans, outcome = plan_alone(run.planner, run.targets, allotted.lease().governor.notes)
         summaries = tuple(RankSummary.of(rank_plan, allotted.possible_peak_bytes(rank_plan)) for rank_plan in plans)
         rules = rules_of_source(run.planner, run.targets[0] if run.targets else None)
         notes = (*outcome.notes, *told_rules(rules, are_all=True))

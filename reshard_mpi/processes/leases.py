@@ -162,10 +162,10 @@ class ProcessLease:
         self._floor, self._lease, self._start = self._lease, None, None
         self._may_start_over = False
 
-    def hand_over(self, size_bytes: int) -> None:
-        """Hold `size_bytes` less, which another process holds now."""
+    def worker_is_there(self) -> None:
+        """Give up the memory that was held for one worker, which asks for its own."""
         if self._floor is not None:
-            self._floor.restate(self._floor.size_bytes - size_bytes, is_floor=True)
+            self._floor.restate(self._floor.size_bytes - WORKER_BYTES, is_floor=True)
 
     def release_if_contended(self) -> None:
         """Free all memory if others wait for some, while this process waits for something else."""

@@ -163,7 +163,7 @@ class PlannedWhole(NamedTuple):
 def _planned(process: RunProcess, *, in_numbers: bool) -> tuple[DiffSide, DiffSide, Outcome]:
     """Return both sides, planned, and an outcome with the notes and warnings on them."""
     request, comm, memory, *_ = process
-    governor, purpose = memory.governor(), f"comparing {request.source} with {request.target}"
+    governor, purpose = memory.lease().governor, f"comparing {request.source} with {request.target}"
     process.reserve_for_reading(purpose)
     read = process.read_strategies()
     first_files = request.shard_files()

@@ -20,7 +20,7 @@ from reshard_mpi.formats.locations import Constant, Dequantized, LibraryRead, Re
 from reshard_mpi.formats.tensor_table import KEPT_OFFSET_BYTES, KEPT_TENSOR_BYTES
 from reshard_mpi.planning.rank_plan import Group, RankPlan, TensorPlan
 from reshard_mpi.processes.comm import Comm
-from reshard_mpi.processes.governor import Allowance, Governor
+from reshard_mpi.processes.governor import Allowance
 from reshard_mpi.processes.leases import MPI_BYTES, WORKER_BYTES, ProcessLease
 from reshard_mpi.runs.planner import LIMITS, Planner
 from reshard_mpi.runs.progress import Progress
@@ -308,14 +308,14 @@ class RunMemory:
         if self._lease is not None:
             self._lease.close()
 
-    def governor(self) -> Governor:
-        """Return the governor of this host's memory; the first call opens it. Raises a ReshardError."""
+    def lease(self) -> ProcessLease:
+        """Return what this process holds; the first call opens the governor of this host. Raises a ReshardError."""
         if self._lease is None:
             say, alone = self._progress.waiting, self._comm.size == 1
             self._lease = ProcessLease.open(self._allowance(), os.environ, say, alone=alone)
             self._lease.on_memory_released = self._free
             self._no_longer_meanwhile = self._comm.meanwhile(self._lease.release_if_contended)
-        return self._lease.governor
+        return self._lease
 
     def free_with(self, *functions: Callable[[], None]) -> None:
         """Set the functions that free what was read and planned, for when other processes need memory."""
@@ -347,26 +347,14 @@ class RunMemory:
         """Return the bytes needed for the target of `plan`. Raises BudgetError if they can never be had."""
         peak_bytes = self.projection.peak_bytes(plan)
         if not self._allowance().unlimited:  # for a script for other hosts it is, though this process holds a lease
-            self.governor().require_possible(peak_bytes, INTERPRETER_BYTES)
+            self.lease().governor.require_possible(peak_bytes, INTERPRETER_BYTES)
         return peak_bytes
 
     def reserve_peak(self, peak_bytes: int, purpose: str) -> bool:
         """Wait for `peak_bytes` of memory in all; tell whether plans have not been freed meanwhile."""
-        self.governor()
-        assert self._lease is not None
-        is_kept = self._lease.need(peak_bytes + self._progress.display.memory_bytes, purpose)
+        is_kept = self.lease().need(peak_bytes + self._progress.display.memory_bytes, purpose)
         self._progress.admitted()
         return is_kept
-
-    def yield_if_contended(self) -> None:
-        """Free memory beyond the floor if others are in line for it; a process alone keeps its first lease."""
-        if self._lease is not None:
-            self._lease.release_if_contended()
-
-    def forbid_starting_over(self) -> None:
-        """From now on, do not start this process over: it has something to lose."""
-        if self._lease is not None:
-            self._lease.forbid_starting_over()
 
     def reserve_for_workers(self, jobs: int, parameters: int) -> int:
         """Wait for the memory to fork workers, and keep it; return how many fit: `jobs` or fewer, but one at least.
@@ -374,22 +362,12 @@ class RunMemory:
         Args:
             parameters: how many the strategies list, which is how many tensors each worker plans.
         """
-        governor = self.governor()
-        assert self._lease is not None
-        room_bytes = governor.ceiling_bytes - INTERPRETER_BYTES - _WORK_BYTES
+        lease = self.lease()
+        room_bytes = lease.governor.ceiling_bytes - INTERPRETER_BYTES - _WORK_BYTES
         size = max(1, min(jobs, room_bytes // (WORKER_BYTES + parameters * _PLANNED_BYTES)))
         self.reserve_peak(INTERPRETER_BYTES + size * WORKER_BYTES, "starting workers")
-        self._lease.be_floor()
+        lease.be_floor()
         return size
-
-    def worker_is_there(self) -> None:
-        """Give up the memory that was held for one worker, which asks for its own."""
-        assert self._lease is not None
-        self._lease.hand_over(WORKER_BYTES)
-
-    def take_waited_seconds(self) -> float:
-        """Return for how long this process has waited for memory since the last call."""
-        return self._lease.take_waited_seconds() if self._lease is not None else 0.0
 
     def _free(self) -> None:
         for free in self._to_free:

@@ -175,7 +175,7 @@ class TargetPlans:
             self.progress.completed()
         space = self._space_needs()
         beside = self._strangers()
-        notes = (*self.memory.governor().notes, *self.run.target_notes, *beside)
+        notes = (*self.memory.lease().governor.notes, *self.run.target_notes, *beside)
         begun = PlanReport(Outcome.begun(self.run.planner, notes), self._choice)
         joined = begun.joined(report_of(PlanReport, report) for report in planned)
         led = sum(rank in self.to_write for rank in self.own.leads)
@@ -223,7 +223,7 @@ class TargetPlans:
         A group is of targets that read short parts of the same objects, as many as memory allows. Any other target is
         a group by itself.
         """
-        ceiling_bytes, alike = self.memory.governor().ceiling_bytes, dict[tuple[int, ...], list[int]]()
+        ceiling_bytes, alike = self.memory.lease().governor.ceiling_bytes, dict[tuple[int, ...], list[int]]()
         for rank in (rank for rank in self.own.whole if rank in self.to_write):
             if rank not in self.further_bytes:
                 yield [rank]

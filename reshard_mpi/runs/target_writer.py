@@ -104,7 +104,7 @@ class Writer:
         outcomes: list[Outcome] = []
         for ranks in self._plans.side_by_side():
             outcomes += self._write_side_by_side(ranks)
-            self._plans.memory.yield_if_contended()
+            self._plans.memory.lease().release_if_contended()
         return Outcome().joined(outcomes)
 
     def _write_side_by_side(self, ranks: Sequence[int]) -> Iterator[Outcome]:
@@ -269,7 +269,7 @@ class Writer:
         """
         purpose = f"target rank {rank} of {self._run.request.target}"
         self._plans.memory.reserve_peak(self._plans.peak_bytes_of(together or (rank,)), purpose)
-        return self._plans.plan(rank), self._plans.memory.take_waited_seconds()
+        return self._plans.plan(rank), self._plans.memory.lease().take_waited_seconds()
 
     def attempt(self, rank: int, do: Callable[[int], T]) -> T | Outcome:
         return attempt(partial(do, rank), self._plans.comm, rank, self._run.path(rank))

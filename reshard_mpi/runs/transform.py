@@ -267,7 +267,7 @@ def _begin(plans: TargetPlans) -> None:
     # A process alone asks for all that it will need: once something is written it cannot start over.
     if plans.comm.size == 1:
         plans.memory.reserve_peak(max(plans.peak_bytes.values()), f"targets of {plans.run.request.target}")
-    plans.memory.forbid_starting_over()
+    plans.memory.lease().forbid_starting_over()
     plans.journal.begin(plans.progress.display.say)
 
 

@@ -188,7 +188,7 @@ def _opened_pair(process: RunProcess) -> _ComparedCheckpoints:
     """Open both checkpoints, with memory enough to plan."""
     request, comm, memory, *_ = process
     purpose = f"verifying {request.target}"
-    governor = memory.governor()
+    governor = memory.lease().governor
     process.reserve_for_reading(purpose)
     read = process.read_strategies()
     require_reachable(request.target)
@@ -279,7 +279,7 @@ def verify_by_sums(process: RunProcess) -> tuple[shard_files.ShardFiles, Outcome
     """
     request, comm, memory, progress, _ = process
     progress.begin(ProgressStage("planning"))
-    files, governor = agreed(lambda: (request.shard_files(), memory.governor()), comm)
+    files, governor = agreed(lambda: (request.shard_files(), memory.lease().governor), comm)
     require_same_choice(comm, files)
     files = agreed(lambda: files_by_record(files), comm) if files.is_folder else files
     ranks = tuple(files.by_rank) if request.rank is None else sorted(set(request.rank))

@@ -95,7 +95,7 @@ def run_with_workers(
         counts = SharedCounts(size)
 
         def do_work(rank: int, channel: Channel) -> Outcome:
-            register_worker(memory.governor())
+            register_worker(memory.lease().governor)
             channel.send(("there", None))
             progress = Progress(PipeDisplay(channel, begins=rank == 0), counts.of(rank))
             return task.run(request, PipeComm(channel, rank, size), progress, strategies)
@@ -269,7 +269,7 @@ def _serve(
                 open_workers.remove(worker)
                 result = value
             elif kind == "there":
-                memory.worker_is_there()
+                memory.lease().worker_is_there()
             elif kind == "gather":
                 worker.gathering, worker.value, worker.target = True, value, None
             else:

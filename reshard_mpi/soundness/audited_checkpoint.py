@@ -138,7 +138,7 @@ def open_audited(process: RunProcess, files: ShardFiles) -> AuditedCheckpoint:
     Raises a ReshardError if it cannot be planned.
     """
     request, memory = process.request, process.memory
-    governor, purpose = memory.governor(), f"auditing {request.source}"
+    governor, purpose = memory.lease().governor, f"auditing {request.source}"
     process.reserve_for_reading(purpose, files.format)
     source = open_source(files, process.read_strategies().source)
     files = source.files  # with what has been noticed while they were opened
