@@ -12,7 +12,7 @@ several words and numbers for true, and texts for numbers.)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.formats.dtypes import BY_NAME, DType
@@ -100,7 +100,7 @@ class SizeError(ValueError):
         self.expected, self.got = expected, got
 
 
-def in_partitions(sizes: Sequence[int], gaps: Sequence[int], held: Sequence[int]) -> list[ParameterRuns]:
+def in_partitions(sizes: Sequence[int], gaps: Sequence[int], held: Sequence[int]) -> Iterator[ParameterRuns]:
     """Return the runs of each parameter of a group of stages 1 and 2, in order.
 
     Args:
@@ -124,18 +124,23 @@ def in_partitions(sizes: Sequence[int], gaps: Sequence[int], held: Sequence[int]
             )
     if total > partition * len(held):
         raise SizeError(f"{total} elements in all partitions", str(sum(held)))
-    return _by_parameter(len(sizes), (own_in_partition(sizes, gaps, partition, rank) for rank in range(len(held))))
+    return _cut_runs(sizes, gaps, partition)
 
 
-def _by_parameter(parameters: int, of_ranks: Iterable[Iterable[FlatRun]]) -> list[ParameterRuns]:
-    runs: list[ParameterRuns] = [[] for _ in range(parameters)]
-    for rank, own in enumerate(of_ranks):
-        for run in own:
-            runs[run.parameter].append((rank, run))
-    return runs
+def _cut_runs(sizes: Sequence[int], gaps: Sequence[int], partition: int) -> Iterator[ParameterRuns]:
+    first = 0
+    for number, (size, gap) in enumerate(zip(sizes, gaps, strict=True)):
+        start, end, runs = first, first + size, ParameterRuns()
+        while start < end:
+            rank, inside = divmod(start, partition)
+            length = min(partition - inside, end - start)
+            runs.append((rank, FlatRun(number, start - first, inside, length)))
+            start += length
+        yield runs
+        first = end + gap
 
 
-def in_slices(sizes: Sequence[int], held: Sequence[int]) -> list[ParameterRuns]:
+def in_slices(sizes: Sequence[int], held: Sequence[int]) -> Iterator[ParameterRuns]:
     """Return the runs of each parameter of a group of stage 3, in order.
 
     Args:
@@ -150,7 +155,15 @@ def in_slices(sizes: Sequence[int], held: Sequence[int]) -> list[ParameterRuns]:
         if length != sum(slices):
             expected = f"{sum(slices)} elements in the vector of rank {rank}: a slice of each parameter"
             raise SizeError(expected, str(length))
-    return _by_parameter(len(sizes), (own_slices(sizes, ranks, rank) for rank in range(ranks)))
+    return _sliced_runs(sizes, slices, ranks)
+
+
+def _sliced_runs(sizes: Sequence[int], slices: Sequence[int], ranks: int) -> Iterator[ParameterRuns]:
+    start = 0
+    for number, (size, length) in enumerate(zip(sizes, slices, strict=True)):
+        before = ((rank, rank * length) for rank in range(ranks))
+        yield [(rank, FlatRun(number, own, start, min(length, size - own))) for rank, own in before if own < size]
+        start += length
 
 
 def round_robin(count: int, ranks: int) -> list[int]:
