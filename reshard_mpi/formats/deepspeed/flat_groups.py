@@ -88,7 +88,7 @@ class FlatRun(NamedTuple):
     length: int
 
 
-# The runs of a parameter in the vectors of all ranks, each with the rank's place among those that share the group.
+# The runs of a parameter in the vectors of all ranks, each with the number of its rank in the group of ranks.
 ParameterRuns = list[tuple[int, FlatRun]]
 
 
