@@ -255,7 +255,7 @@ def owners_in_part(shapes: Mapping[str, tuple[int, ...]], told: Mapping[str, str
         elif has_shape_of(name, owner, shapes) and may_be_state(before, behind, begin, parameters):
             in_doubt[name] = owner
     left = {name for name, words in words_of.items() if words and name not in owner_of}
-    modules = left & {*modules, *owner_of.values()}
+    modules = left & {*modules, *owner_of.values(), *with_state(shapes)}
     owner_of |= {name: owner for name, owner, _, _ in _in_part(left - modules, parameters, modules)}
     owner_of = {name: owner for name, owner in owner_of.items() if has_shape_of(name, owner, shapes)}
     with_own = frozenset(owner_of.values())

@@ -849,6 +849,18 @@ def test_numbered_state_of_what_is_left_out_goes_with_it(tmp_path: Path, way: st
     assert [*made["optimizer"]["state"]] == ["qk", "out.kernel"] == made["optimizer"]["param_groups"][0]["params"]
 
 
+@pytest.mark.parametrize("shape", [(1,), (3, 2)], ids=str)
+@pytest.mark.parametrize("module", ["moments", "optim"])
+def test_a_parameter_of_a_module_that_is_called_like_state_is_not_left_out_with_another(
+    tmp_path: Path, module: str, shape: tuple[int, ...]
+) -> None:
+    """It has a number in the optimizer, and so it is a parameter, whatever its name."""
+    model = {"layers.w": np.ones((3, 2), np.float32), f"{module}.w": np.ones(shape, np.float32)}
+    text = "[[map]]\neq = '{p*} <=> {p*}'\n"
+    made = converted(tmp_path, training(model, tuple(model)), text, forward=True, exclude="model.layers.w")
+    assert [*made["model"]] == [f"{module}.w"] == [*made["optimizer"]["state"]]
+
+
 @few_cases(
     2,
     ("key", "equation", "path", "begin"),
