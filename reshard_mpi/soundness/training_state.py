@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest.nodes import UNREADABLE, NestError
 from reshard_mpi.formats.nest.rebuild_tree import leaves, values_beside
 from reshard_mpi.formats.protocol import OnBytes
+from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.numbered_state import WRAPPERS, Training, state_of, training_in
 from reshard_mpi.mapping.optimizers import optimizers_in_nest
 from reshard_mpi.mapping.tensor_kinds import TensorKind, ends_of, kin_of, kind_of, parted_anywhere
@@ -281,13 +283,41 @@ def _training(opened: AuditedCheckpoint, nest: str | None) -> tuple[Training, tu
     """Return whose state each number is; if that cannot be told, a training without any, and a note."""
     tensors = {name: group.kind for group in opened.plan.tensors.groups for name in group.names}
     path = opened.source.files.path
+    tied = tied_tensors(opened.source, tensors)
     try:
-        return training_in(nest, tensors, tied_tensors(opened.source, tensors), path), ()
+        return training_in(nest, tensors, tied, path), ()
     except MapError as error:
+        training = _training_of_other_shapes(nest, tensors, tied, path)
+        if training is not None:
+            return training, ()
         said = (
             f"whose state the optimizer's numbers are cannot be told, so it is not held against parameters: {error.got}"
         )
         return Training("", None, {}), (said,)
+
+
+def _training_of_other_shapes(
+    nest: str | None, tensors: Inventory, tied: Mapping[str, str], where: str
+) -> Training | None:
+    """Return whose state each number is where some state has another shape than its parameter; None if it is not told.
+
+    If numbers go by the order of parameters alone, most of the state must have their shapes.
+    """
+    shapeless = {
+        name: kind._replace(shape=()) if kind_of(name).branch == "optimizer" else kind for name, kind in tensors.items()
+    }
+    try:
+        training = training_in(nest, shapeless, tied, where)
+    except MapError:
+        return None
+    optimizer = training.optimizer
+    states = {} if optimizer is None else {name: state_of(optimizer, name) for name in tensors}
+    fit = [
+        tensors[name].shape == tensors[training.parameters[state[0]]].shape
+        for name, state in states.items()
+        if state is not None and prod(tensors[name].shape) > 1
+    ]
+    return training if training.are_named or 2 * sum(fit) > len(fit) else None
 
 
 def _trained(nest: str | None, training: Training, parameters: Collection[str]) -> set[str]:

@@ -292,6 +292,20 @@ def test_a_count_of_steps_is_state(tmp_path: Path, form: str, is_tensor: bool) -
     assert audited(tmp_path / "a.pt") == {("moments", "model.head.w")}
 
 
+@pytest.mark.parametrize("are_named", [True, False])
+def test_a_moment_of_another_shape_is_an_error_by_numbers_too(tmp_path: Path, are_named: bool) -> None:
+    drawn = partial(tensor_of, np.random.default_rng(0))
+    model = {f"layers.{layer}.w": drawn(6, 4) for layer in range(4)}
+    state: dict[int, dict[str, Any]] = {
+        number: {"step": drawn(value=5), "exp_avg": drawn(6 + (number == 2), 4), "exp_avg_sq": drawn(6, 4)}
+        for number in range(4)
+    }
+    del state[3]["exp_avg_sq"]
+    group = {"lr": 0.1, "params": [*range(4)], **({"param_names": [*model]} if are_named else {})}
+    torch_peer.save(tmp_path / "a.pt", {"model": model, "optimizer": {"state": state, "param_groups": [group]}})
+    assert audited(tmp_path / "a.pt") == {("moments", "optimizer.state.2.exp_avg"), ("moments", "model.layers.3.w")}
+
+
 def test_state_by_numbers_is_its_parameters(tmp_path: Path) -> None:
     drawn = partial(tensor_of, np.random.default_rng(0))
     model = {f"layers.{layer}.w": drawn(4, 3 + layer) for layer in range(3)}
