@@ -238,7 +238,7 @@ def _frozen(states: RankStates, model_rank: int) -> Iterator[tuple[str, TensorPi
                 got=error.got,
                 where=models[0].path,
             ) from None
-        ranges = tuple(vectors[rank].range(run.start, run.length) for rank, run in runs)
+        ranges = tuple(vectors[rank].range(start, length) for rank, start, length in runs)
         yield name, HeldTensor(vectors[0].dtype, shape, ByteRanges(ranges)).as_one_piece
 
 

@@ -88,8 +88,9 @@ class FlatRun(NamedTuple):
     length: int
 
 
-# The runs of a parameter in the vectors of all ranks, each with the number of its rank in the group of ranks.
-ParameterRuns = list[tuple[int, FlatRun]]
+# The elements of a parameter in the vector of one rank: the rank's place among those that share the group, the first of
+# them in the vector, and their number.
+RankRun = tuple[int, int, int]
 
 
 class SizeError(ValueError):
@@ -100,7 +101,7 @@ class SizeError(ValueError):
         self.expected, self.got = expected, got
 
 
-def in_partitions(sizes: Sequence[int], gaps: Sequence[int], held: Sequence[int]) -> Iterator[ParameterRuns]:
+def in_partitions(sizes: Sequence[int], gaps: Sequence[int], held: Sequence[int]) -> Iterator[list[RankRun]]:
     """Return the runs of each parameter of a group of stages 1 and 2, in order.
 
     Args:
@@ -127,20 +128,20 @@ def in_partitions(sizes: Sequence[int], gaps: Sequence[int], held: Sequence[int]
     return _cut_runs(sizes, gaps, partition)
 
 
-def _cut_runs(sizes: Sequence[int], gaps: Sequence[int], partition: int) -> Iterator[ParameterRuns]:
+def _cut_runs(sizes: Sequence[int], gaps: Sequence[int], partition: int) -> Iterator[list[RankRun]]:
     first = 0
-    for number, (size, gap) in enumerate(zip(sizes, gaps, strict=True)):
-        start, end, runs = first, first + size, ParameterRuns()
+    for size, gap in zip(sizes, gaps, strict=True):
+        start, end, runs = first, first + size, list[RankRun]()
         while start < end:
             rank, inside = divmod(start, partition)
             length = min(partition - inside, end - start)
-            runs.append((rank, FlatRun(number, start - first, inside, length)))
+            runs.append((rank, inside, length))
             start += length
         yield runs
         first = end + gap
 
 
-def in_slices(sizes: Sequence[int], held: Sequence[int]) -> Iterator[ParameterRuns]:
+def in_slices(sizes: Sequence[int], held: Sequence[int]) -> Iterator[list[RankRun]]:
     """Return the runs of each parameter of a group of stage 3, in order.
 
     Args:
@@ -158,11 +159,10 @@ def in_slices(sizes: Sequence[int], held: Sequence[int]) -> Iterator[ParameterRu
     return _sliced_runs(sizes, slices, ranks)
 
 
-def _sliced_runs(sizes: Sequence[int], slices: Sequence[int], ranks: int) -> Iterator[ParameterRuns]:
+def _sliced_runs(sizes: Sequence[int], slices: Sequence[int], ranks: int) -> Iterator[list[RankRun]]:
     start = 0
-    for number, (size, length) in enumerate(zip(sizes, slices, strict=True)):
-        before = ((rank, rank * length) for rank in range(ranks))
-        yield [(rank, FlatRun(number, own, start, min(length, size - own))) for rank, own in before if own < size]
+    for size, length in zip(sizes, slices, strict=True):
+        yield [(rank, start, min(length, size - rank * length)) for rank in range(ranks) if rank * length < size]
         start += length
 
 

@@ -178,7 +178,7 @@ def _of_group(
                 remedy="copy or restore all files of one save",
             ) from None
         for shape, own in zip(shapes, runs, strict=True):
-            ranges = tuple(vectors[rank].range(run.start, run.length) for rank, run in own)
+            ranges = tuple(vectors[rank].range(start, length) for rank, start, length in own)
             yield HeldTensor(vectors[0].dtype, shape, ByteRanges(ranges)).as_one_piece
 
     by_kind = {kind: [*held(own)] for kind, own in vectors.items()}
