@@ -88,8 +88,7 @@ class FlatRun(NamedTuple):
     length: int
 
 
-# The elements of a parameter in the vector of one rank: the rank's place among those that share the group, the first of
-# them in the vector, and their number.
+# A run of a parameter that is read: the number of the rank in its group of ranks, the start in its vector, the length.
 RankRun = tuple[int, int, int]
 
 
