@@ -98,13 +98,16 @@ class EarlierTarget(NamedTuple):
 def is_of_these_targets(folder: Path, committed: CommitRecord) -> bool:
     """Tell whether a commit record and its index are of the targets that lie there now, as far as records tell.
 
-    They are not where a later run has made all targets anew and was killed, and a copy put these over the older ones.
+    They are not where a later run has made all targets anew and was killed, and a copy put these over the older ones;
+    nor where the record is damaged and names other files.
     """
     if changed_index_files(folder, committed):
         return False
     times_ns = committed_times(folder, committed)
-    heads = (RecordHead.read(folder / STATE, rank) for rank in committed.files)
-    return times_ns is None or all(head is None or head.modified_ns == times_ns.get(head.rank) for head in heads)
+    heads = [head for rank in committed.files if (head := RecordHead.read(folder / STATE, rank)) is not None]
+    return all(head.file == committed.files[head.rank] for head in heads) and (
+        times_ns is None or all(head.modified_ns == times_ns.get(head.rank) for head in heads)
+    )
 
 
 def commit_if_complete(
@@ -256,6 +259,7 @@ def commit_locked(
     is_same = (
         committed is not None
         and committed_times(folder, committed) == times_ns
+        and committed.files == {record.rank: record.file for record in records}
         and not changed_index_files(folder, committed)
     )
     try:

@@ -130,21 +130,22 @@ class StateOfParameters(NamedTuple):
         A count of steps is state, also as a value. A parameter with state of one optimizer needs none of another's.
         A parameter that has other moments than most, and none of theirs, is another optimizer's.
         """
-        usual = Counter(key for own in self.tensors.values() for key in own)
-        most = {key for key, count in usual.items() if 2 * count > len(self.tensors)}
-        sizes = Counter(of for own in self.tensors.values() for of in set(map(_optimizer_of, own)))
+        keys = {name: own.keys() | self.counts.get(name, ()) for name, own in self.tensors.items()}
+        usual = Counter(key for own in keys.values() for key in own)
+        most = {key for key, count in usual.items() if 2 * count > len(keys)}
+        sizes = Counter(of for own in keys.values() for of in set(map(_optimizer_of, own)))
         most_of_one = {key for key, count in usual.items() if 2 * count > sizes[_optimizer_of(key)]}
         kin: defaultdict[str, list[str]] = defaultdict(list)
         for name in shapes:
             if kind_of(name) is TensorKind.MODEL:
                 kin[kin_of(name)].append(name)
         for members in kin.values():
-            having = Counter(key for name in members for key in self.tensors.get(name, ()))
-            count = sum(name in self.tensors for name in members)
+            having = Counter(key for name in members for key in keys.get(name, ()))
+            count = sum(name in keys for name in members)
             of_kin = {key for key in having if 2 * having[key] > count}
             for name in members:
-                own = {*self.tensors.get(name, ()), *self.counts.get(name, ())}
-                moments = [key for key in own if _is_moment(key)]
+                own = keys.get(name) or frozenset(self.counts.get(name, ()))
+                moments = [key for key in own if _kind_of(key) is TensorKind.MOMENT]
                 if not own:
                     lacking = of_kin if 2 * count > len(members) and name not in self.frozen else set()
                 elif moments and most.isdisjoint(moments):
@@ -154,7 +155,7 @@ class StateOfParameters(NamedTuple):
                     optimizers = set(map(_optimizer_of, own))
                     missing = {key for key in most_of_one - own if _optimizer_of(key) in optimizers}
                     lacking = {key for key in missing if having[key]} if count > 1 else set()
-                    lacking = lacking or {key for key in missing if _is_moment(key)}
+                    lacking = lacking or {key for key in missing if _kind_of(key) is not TensorKind.COPY}
                 if lacking:
                     yield name, sorted(lacking)
 
@@ -243,8 +244,8 @@ def _first_difference(
     return None
 
 
-def _is_moment(key: str) -> bool:
-    return kind_of(key.replace("*", "w")) is TensorKind.MOMENT
+def _kind_of(key: str) -> TensorKind:
+    return kind_of(key.replace("*", "w"))
 
 
 def _optimizer_of(name: str) -> str | None:

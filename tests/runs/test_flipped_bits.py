@@ -17,6 +17,7 @@ from support.examples import few, few_cases
 
 import reshard_mpi
 from reshard_mpi.errors import DamageError, ReshardError
+from reshard_mpi.journal.commit import commit
 from reshard_mpi.soundness.findings import FindingKind
 
 FORMS = ("ckpt", "hdf5", "safetensors", "torch", "dcp", "hf")
@@ -286,6 +287,21 @@ def test_a_damaged_index_is_made_anew_by_resume(tmp_path: Path, form: str, index
         (out / index).write_bytes(content)
     reshard_mpi.transform(src, out, resume=True, **asked)
     assert (out / index).read_bytes() == committed
+
+
+@pytest.mark.parametrize("by", ["resume", "commit"])
+def test_a_commit_record_that_names_other_files_is_made_anew(tmp_path: Path, by: str) -> None:
+    src, out = training(tmp_path), tmp_path / "out"
+    reshard_mpi.transform(src, out, to="torch")
+    record = out / "reshard.json"
+    committed = record.read_text()
+    assert "rank_0/checkpoint_0.pt" in committed
+    record.write_text(committed.replace("checkpoint_0.pt", "checkpoint_4.pt"))
+    if by == "resume":
+        reshard_mpi.transform(src, out, to="torch", resume=True)
+    else:
+        commit(out)
+    assert record.read_text() == committed
 
 
 @pytest.mark.parametrize("way", few(1, ["file", "selected", "links", "uncommitted"]))

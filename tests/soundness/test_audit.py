@@ -292,6 +292,20 @@ def test_a_count_of_steps_is_state(tmp_path: Path, form: str, is_tensor: bool) -
     assert audited(tmp_path / "a.pt") == {("moments", "model.head.w")}
 
 
+@pytest.mark.parametrize("is_tensor", [True, False], ids=["a tensor", "a value"])
+@pytest.mark.parametrize("lacking", ["layers.1.w", "head.w"])
+def test_a_parameter_with_moments_and_no_count_of_steps(tmp_path: Path, lacking: str, is_tensor: bool) -> None:
+    drawn = partial(tensor_of, np.random.default_rng(0))
+    model = {name: drawn(4, 3) for name in ("layers.0.w", "layers.1.w", "layers.2.w", "head.w")}
+    state: dict[str, dict[str, Any]] = {
+        name: {"step": drawn(value=5) if is_tensor else 5, "exp_avg": drawn(4, 3)} for name in model
+    }
+    del state[lacking]["step"]
+    groups = [{"lr": 0.1, "params": [*model]}]
+    torch_peer.save(tmp_path / "a.pt", {"model": model, "optimizer": {"state": state, "param_groups": groups}})
+    assert audited(tmp_path / "a.pt") == {("moments", f"model.{lacking}")}
+
+
 @pytest.mark.parametrize("are_named", [True, False])
 def test_a_moment_of_another_shape_is_an_error_by_numbers_too(tmp_path: Path, are_named: bool) -> None:
     drawn = partial(tensor_of, np.random.default_rng(0))
