@@ -124,11 +124,12 @@ class StateOfParameters(NamedTuple):
         ]
 
     def _lacking(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, list[str]]]:
-        """Yield parameters without some of the state that others have, and the keys of that.
+        """Yield parameters that lack state, each with the keys of the state that it lacks.
 
-        Those are the others with any state of that optimizer; for one without any, its kin, if most of them have some.
-        A count of steps is state, also as a value. A parameter with state of one optimizer needs none of another's.
-        A parameter that has other moments than most, and none of theirs, is another optimizer's.
+        A parameter with state is held against all parameters of its optimizer: it lacks a moment or a count of steps if
+        most of them have it, and a float32 copy if parameters of its own kin have one too. It needs no state of another
+        optimizer. A parameter whose moments are none of the usual ones, or which has no state at all, is held against
+        its kin alone; without any state it may be frozen, or its kin may have had no gradient yet.
         """
         keys = {name: own.keys() | self.counts.get(name, ()) for name, own in self.tensors.items()}
         usual = Counter(key for own in keys.values() for key in own)
