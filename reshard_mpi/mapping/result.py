@@ -11,7 +11,7 @@ from reshard_mpi.formats.dtypes import BY_NAME, DType
 from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest import rebuild_tree
 from reshard_mpi.formats.nest.nodes import MODEL, Dict, is_whole_training
-from reshard_mpi.formats.protocol import Packed, Part
+from reshard_mpi.formats.protocol import Packed, Part, SameParts
 from reshard_mpi.formats.structure import MAX_DIMENSIONS, MAX_NAME_BYTES
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.mapping.box_pairs import Assembly, BoxPair, TermTensor
@@ -253,15 +253,20 @@ class MapResult(NamedTuple):
         return self._replace(made=made, own_types=MappingProxyType({}))
 
 
-def model_alone(kinds: Mapping[str, TensorType], strings: Mapping[str, str]) -> Packed | None:
+def model_alone(
+    kinds: Mapping[str, TensorType], strings: Mapping[str, str], own_types: Mapping[str, DType]
+) -> Packed | None:
     """Return the model of a whole training as files that hold nothing else; None if the tensors are of none.
 
-    A weight that is to be float32 is the optimizer's copy of it in that type, where there is one: the model's own, in
-    16 bit, is that rounded. Raises MapError if no tensor is the model's.
+    A weight in 16 bit that `--dtype` makes float32 is the optimizer's copy of it in that type, where there is one: the
+    weight must be that rounded. Raises MapError if no tensor is the model's.
+
+    Args:
+        own_types: of the tensors that `--dtype` gives another type: the one that they have without it, by name.
     """
     if not is_whole_training(strings.get(NEST)):
         return None
-    copies = _full_precision(kinds, strings)
+    copies = _full_precision(kinds, strings, own_types)
     parts = [
         Part(name.removeprefix(MODEL), copies.get(name, name), Box.whole(kind.shape))
         for name, kind in kinds.items()
@@ -276,22 +281,31 @@ def model_alone(kinds: Mapping[str, TensorType], strings: Mapping[str, str]) -> 
         )
     taken = {part.source for part in parts}
     others = tuple(name for name in kinds if not name.startswith(MODEL) and name not in taken)
-    return Packed("", [parts], strings, left_out=others)
+    compared = [
+        SameParts.of_copy(part, MODEL + part.name, own_types[MODEL + part.name].name, "the optimizer", part.name)
+        for part in parts
+        if part.source != MODEL + part.name
+    ]
+    return Packed("", [parts], strings, left_out=others, compared=[compared])
 
 
-def _full_precision(kinds: Mapping[str, TensorType], strings: Mapping[str, str]) -> dict[str, str]:
-    """Return the optimizer's copies in float32 of weights that are to be of this type, by the names of the weights."""
+def _full_precision(
+    kinds: Mapping[str, TensorType], strings: Mapping[str, str], own_types: Mapping[str, DType]
+) -> dict[str, str]:
+    """Return the optimizer's copies of the weights that `--dtype` widens to float32, by the names of the weights."""
+    widened = {name for name, dtype in own_types.items() if dtype.itemsize_bytes == 2}
     copies = {}
     for name, kind in kinds.items():
         own = name.removeprefix("optimizer.state.").removesuffix(".fp32_param")
         weight = kinds.get(MODEL + own)
-        if name == f"optimizer.state.{own}.fp32_param" and weight == kind and kind.dtype.name == "float32":
+        is_copy = name == f"optimizer.state.{own}.fp32_param" and kind.dtype.name == "float32"
+        if is_copy and weight == kind and MODEL + own in widened:
             copies[MODEL + own] = name
     if copies:
         root = rebuild_tree.rebuild(dict.fromkeys(kinds), strings)
         shared = root.get("shared_params") if type(root) is Dict else None
         for second, first in shared.pairs() if type(shared) is Dict else ():
-            if f"{MODEL}{first}" in copies and f"{MODEL}{second}" in kinds:
+            if f"{MODEL}{first}" in copies and f"{MODEL}{second}" in widened:
                 copies[f"{MODEL}{second}"] = copies[f"{MODEL}{first}"]
     return copies
 

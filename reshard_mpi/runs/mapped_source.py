@@ -259,8 +259,7 @@ class MappedCheckpoint(SourceCheckpoint):
         Raises DisagreementError for the first difference.
         """
         limits = self.original.limits
-        for number in numbers:
-            compared = self._compared(number)
+        for compared in filter(None, map(self._compared, numbers)):
             both = [self.planned_parts([getattr(same, side) for same in compared]) for side in ("first", "second")]
             with Files() as files:
                 for same, first, second in zip(compared, *both):
@@ -279,8 +278,8 @@ class MappedCheckpoint(SourceCheckpoint):
                         )
 
     def _compared(self, number: int) -> Sequence[SameParts]:
-        compared = self.packed.compared
-        return compared[number] if compared else ()
+        packed = self._opened().packed
+        return packed.compared[number] if packed is not None and number < len(packed.compared) else ()
 
     def _opened(self) -> MapsOutcome:
         if self._made is None:

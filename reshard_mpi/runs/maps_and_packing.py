@@ -94,7 +94,7 @@ def model_alone_of(request: Request, source: SourceCheckpoint, format_name: str)
         return None
     from reshard_mpi.mapping.result import model_alone
 
-    return Packing(lambda kinds, strings, _: model_alone(kinds, strings), by_file=False)
+    return Packing(model_alone, by_file=False)
 
 
 def planner_with_maps(

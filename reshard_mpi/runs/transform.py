@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from typing import TYPE_CHECKING, NamedTuple
 
+from reshard_mpi import formats
 from reshard_mpi.checkpoints.compare_replicas import compare, comparing_bytes
 from reshard_mpi.errors import ReshardError
 from reshard_mpi.planning.comparison_choice import ReplicaGroup, partition_for
@@ -220,7 +221,10 @@ def compare_within_source(plans: TargetPlans, planned: PlanReport) -> Outcome:
             plans.progress.begin(ProgressStage("comparing copies", size_bytes), own_bytes)
         compared = together(comm, partial(_compare, plans, planned, mine))
     mapped = plans.run.planner.mapped
-    if mapped is not None and mapped.has_files and request.replicas is not Replicas.ANY:
+    has_samples = formats.info(
+        plans.run.planner.source.files.format
+    ).packs  # its reader has looked at some of each copy
+    if mapped is not None and request.replicas is not Replicas.ANY and (mapped.has_files or not has_samples):
         _compare_parts(mapped, plans)
     return _judged(planned, compared, request.source, strict=request.strict)
 
@@ -242,7 +246,7 @@ def _compare(plans: TargetPlans, planned: PlanReport, mine: Sequence[ReplicaGrou
 
 
 def _compare_parts(mapped: MappedCheckpoint, plans: TargetPlans) -> None:
-    """Compare parts of tensors that the source has twice and that a format that packs writes once (step 3)."""
+    """Compare parts of tensors that the source has twice and that targets have once (step 3)."""
     memory, progress = plans.memory, plans.progress
     files = [rank for rank in plans.own.leads if rank in plans.to_write]
     own_bytes = mapped.compared_bytes(files)

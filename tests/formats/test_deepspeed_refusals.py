@@ -66,6 +66,15 @@ def cut(name: str, keep: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     return shorten
 
 
+def copied(name: str, other: str) -> Callable[[Path], None]:
+    """Return what puts a copy of another file in the place of one."""
+
+    def copy(tag: Path) -> None:
+        shutil.copy(tag / other, tag / name)
+
+    return copy
+
+
 # What is made, by which form; what is done to its folder; words of the refusal: what is expected, what is there.
 SPOILED: dict[str, tuple[Training, Form, Callable[[Path], None], tuple[str, ...]]] = {
     "a rank's share": (
@@ -80,6 +89,14 @@ SPOILED: dict[str, tuple[Training, Form, Callable[[Path], None], tuple[str, ...]
         Form(2, 2),
         removed(OPTIMIZER.format(0), OPTIMIZER.format(1)),
         ("missing", "or zero/", "0 files"),
+    ),
+    "a rank's share again": (
+        *(training(), Form(3, 3), copied(OPTIMIZER.format(2), OPTIMIZER.format(1))),
+        ("are copies of one", OPTIMIZER.format(1), OPTIMIZER.format(2)),
+    ),
+    "a rank's part of what is frozen again": (
+        *(training(frozen={"d.w": np.arange(7, dtype=np.float32)}), Form(3, 2), copied(MODEL_3.format(1), MODEL_3.format(0))),
+        ("are copies of one", MODEL_3.format(0), MODEL_3.format(1)),
     ),
     "the settings": (training(), Form(2, 2), removed(MODEL), ("missing", "*mp_rank_00_model_states.pt")),
     "settings of a rank": (training(), Form(3, 3), removed(MODEL_3.format(1)), ("3 files *_model_states.pt", "rank 1")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from support import deepspeed_peer, deepspeed_slices, torch_peer
-from support.command_line import done, run_here
+from support.command_line import done, refused, run_here
 from support.deepspeed_peer import Content, Form, Spoil, require_read
 from support.deepspeed_slices import Cut, Sliced, odd_info
 from support.examples import few, many
@@ -24,6 +25,17 @@ def test_whole_tensors(drawn: tuple[Sliced, Form]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         deepspeed_slices.write(Path(folder, "save"), *drawn)
         require_read(Path(folder, "save"), drawn[0].whole, drawn[1])
+
+
+@pytest.mark.parametrize("stage", few(1, [0, 1, 3]))
+def test_a_rank_whose_files_are_copies_of_another(tmp_path: Path, stage: int) -> None:
+    training = deepspeed_peer.training({"a.w": (4, 6), "norm.w": (6,)}, dtype="float32")
+    sliced = deepspeed_slices.sliced(training, {"a.w": Cut("row"), "norm.w": Cut("replicated")}, 2)
+    deepspeed_slices.write(tmp_path / "save", sliced, Form(stage, 2))
+    require_read(tmp_path / "save", sliced.whole, Form(stage, 2))
+    for path in tmp_path.glob("save/*/*mp_rank_00*_states.pt"):
+        shutil.copy(path, path.with_name(path.name.replace("mp_rank_00", "mp_rank_01")))
+    assert "are copies of one" in refused("transform", tmp_path / "save", tmp_path / "out")
 
 
 SHAPES = {"a.w": (4, 6), "a.b": (4,), "norm.w": (6,), "words.w": (5, 2), "qkv.w": (9, 2), "mean.w": (3, 2)}

@@ -259,6 +259,30 @@ def test_refusals(tmp_path: Path, what: str) -> None:
         assert part in said, said
 
 
+@pytest.mark.parametrize("file", few(1, [MODEL, VECTORS]))
+@pytest.mark.parametrize(("kept", "copied"), [("00_000", "01_000"), ("01_001", "01_000")])
+@pytest.mark.parametrize("number", [None, 0])
+def test_a_file_in_the_folder_of_another_rank_too(
+    tmp_path: Path, file: str, kept: str, copied: str, number: int | None
+) -> None:
+    """What converts checkpoints saves one number for all ranks."""
+    spoil = arg("rank", number) if number is not None else lambda *_: None
+    megatron_legacy_peer.write(tmp_path / "save", TIED, Form(2), spoil)
+    require_read(tmp_path / "save", TIED, Form(2))
+    (folder,) = tmp_path.glob("save/iter_*")
+    shutil.copy(folder / f"mp_rank_{kept}" / file, folder / f"mp_rank_{copied}" / file)
+    said = refused("transform", tmp_path / "save", tmp_path / "out")
+    is_told_by_number = file == MODEL and number is None
+    assert ("of another rank than its folder" if is_told_by_number else "are copies of one") in said
+
+
+def test_experts_of_another_rank(tmp_path: Path) -> None:
+    megatron_legacy_peer.write(tmp_path / "save", EXPERTS, Form(1, 2), arg("rank", 0))
+    (folder,) = tmp_path.glob("save/iter_*")
+    shutil.copy(folder / "mp_rank_00_000_000" / MODEL, folder / "mp_rank_00_000_001" / MODEL)
+    assert "are copies of one" in refused("transform", tmp_path / "save", tmp_path / "out")
+
+
 NUMBERED: dict[str, tuple[Training, Callable[[Content], object], tuple[str, ...]]] = {
     "copies of other weights": (
         *(TIED, lambda own: own["fp32_from_fp16_params"][0].reverse()),

@@ -195,6 +195,34 @@ def test_what_hugging_face_does_not_get_is_named(tmp_path: Path) -> None:
         reshard_mpi.transform(tmp_path / "x.pt", tmp_path / "strict", to="hf", strict=True)
 
 
+def with_copies(dtype: Any, factor: float) -> dict[str, Any]:
+    """Return the training with weights of a type, and copies in float32 of these weights times a factor."""
+    source = training()
+    for name, array in WEIGHTS.items():
+        source["model"][name] = stored(array.astype(dtype))
+        source["optimizer"]["state"][name]["fp32_param"] = stored(array * np.float32(factor))
+    return source
+
+
+def test_weights_in_float32_are_the_models_whatever_the_optimizer_keeps(tmp_path: Path) -> None:
+    dst = converted(tmp_path, with_copies(np.float32, 2), to="hf")
+    assert all(np.array_equal(held(dst)[name], array) for name, array in WEIGHTS.items())
+
+
+@pytest.mark.parametrize("jobs", few(1, [1, 2]))
+def test_weights_that_are_widened_are_their_copies_or_refused(tmp_path: Path, jobs: int) -> None:
+    finer = 1 + 2**-12  # float16 has ten bits behind the first one
+    dst = converted(tmp_path, with_copies(np.float16, finer), to="hf", dtype="fp32", jobs=jobs)
+    assert all(np.array_equal(held(dst)[name], array * np.float32(finer)) for name, array in WEIGHTS.items())
+    edited = tmp_path / "edited"
+    edited.mkdir()
+    with pytest.raises(DisagreementError, match="not what the optimizer would make of their copy"):
+        converted(edited, with_copies(np.float16, 2), to="hf", dtype="fp32", jobs=jobs)
+    assert not (edited / "dst").exists()
+    chosen = converted(edited, with_copies(np.float16, 2), to="hf", dtype="fp32", exclude=["*.fp32_param"])
+    assert all(np.array_equal(held(chosen)[name], array) for name, array in WEIGHTS.items())
+
+
 @pytest.mark.parametrize("state", [True, False])
 @pytest.mark.parametrize(
     ("equation", "problem"),

@@ -32,7 +32,15 @@ from reshard_mpi.formats.deepspeed.flat_groups import SizeError, in_slices, type
 from reshard_mpi.formats.deepspeed.packing import packed
 from reshard_mpi.formats.deepspeed.parameters import TrainedParameter, trained_parameters, with_shapes
 from reshard_mpi.formats.deepspeed.rank_files import LAYOUT_KEYS, ModelStates, named_tensors, optimizer_states_of, plain
-from reshard_mpi.formats.deepspeed.ranks import PARAMETERS, Ranks, RankStates, TagFiles, read_ranks, sorted_files
+from reshard_mpi.formats.deepspeed.ranks import (
+    PARAMETERS,
+    Ranks,
+    RankStates,
+    TagFiles,
+    read_ranks,
+    require_own_files,
+    sorted_files,
+)
 from reshard_mpi.formats.deepspeed.slice_rules import read_rules
 from reshard_mpi.formats.deepspeed.tensor_parallel import JOINED, JOINED_BY_STRATEGY, joined
 from reshard_mpi.formats.deepspeed.training_tree import DeepSpeedTraining, arranged
@@ -107,6 +115,7 @@ def open_folder(folder: str, strategy: Strategy | None = None) -> dict[int, Mani
         lead_model = states.first._replace(buffers=buffers)
         trainings = [DeepSpeedTraining(lead_model, *of_part) for of_part in zip(weights, by_name, frozen)]
         training = trainings[0] if rules is None else joined(trainings, rules)
+        _require_own_slices(states, trainings[0], training)
         if states.first.module is None:
             layers = sorted({own.layer for own in files.layers})
             training = training._replace(layers=layers, stages=trained[0].stages)
@@ -118,6 +127,22 @@ def open_folder(folder: str, strategy: Strategy | None = None) -> dict[int, Mani
     of_groups = (_NO_SETTINGS,) if training.trained and not training.settings else ()
     notes = (_NOT_KEPT, *of_first, *of_slices, *of_groups)
     return {0: manifest._replace(notes=notes, warnings=tuple(_of_another_step(states.first, folder)))}
+
+
+def _require_own_slices(states: RankStates, first: DeepSpeedTraining, whole: DeepSpeedTraining) -> None:
+    """Raise DisagreementError if two tensor-parallel ranks have one file where tensors are cut.
+
+    Args:
+        first, whole: the training of the first of these ranks, and of all.
+    """
+
+    def are_cut(slices: Mapping[str, Value], joined: Mapping[str, Value]) -> bool:
+        return any(getattr(own, "shape", ()) != getattr(joined[name], "shape", ()) for name, own in slices.items())
+
+    if are_cut(first.trained, whole.trained):
+        require_own_files(states.optimizers.values())
+    if are_cut(first.weights, whole.weights):
+        require_own_files(states.models.values())
 
 
 def _of_another_step(first: ModelStates, folder: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import ShardError
+from reshard_mpi.formats.locations import ByteRange, ByteRanges
 from reshard_mpi.formats.nest.nodes import Call, Dict, Value, entry_of, text_pairs
 from reshard_mpi.formats.torch.file_content import FileContent, FlatVector, HeldTensor, held, read_content
 from reshard_mpi.formats.torch.tensors import StoredTensor, numbers
@@ -39,6 +40,7 @@ class ModelStates(NamedTuple):
         data_ranks, model_ranks: how many there are.
         values: everything else, by key.
         starts: where the storages of tensors in `values` begin.
+        checksum: of all that the file holds; None if it keeps none.
         odd_keys: those that are no texts, and are left out with their values.
     """
 
@@ -53,7 +55,15 @@ class ModelStates(NamedTuple):
     model_ranks: int
     values: Mapping[str, Value]
     starts: Mapping[str, int]
+    checksum: tuple[int, int] | None
     odd_keys: Sequence[str] = ()
+
+    @property
+    def weights(self) -> list[ByteRange]:
+        """Where tensors of the model lie; at stage 3 this rank's part of those that are not trained, with padding."""
+        tensors = [*(self.module or {}).values(), *self.fragments.values()]
+        places = [tensor.place for tensor in tensors if type(tensor) is HeldTensor]
+        return [run for place in places if isinstance(place, ByteRanges) for run in place.ranges]
 
 
 class FlatGroup(NamedTuple):
@@ -90,6 +100,7 @@ class OptimizerStates(NamedTuple):
             With `round_robin_gradients` DeepSpeed says it wrongly.
         values: everything else, by key.
         starts: where the storages of tensors in `values` begin.
+        checksum: of all that the file holds; None if it keeps none.
     """
 
     path: str
@@ -103,6 +114,12 @@ class OptimizerStates(NamedTuple):
     pieces: Sequence[Mapping[str, int]]
     values: Mapping[str, Value]
     starts: Mapping[str, int]
+    checksum: tuple[int, int] | None
+
+    @property
+    def weights(self) -> list[ByteRange]:
+        """Where this rank's part of parameters lies, with its padding."""
+        return [group.weights.range(0, group.weights.elements) for group in self.groups]
 
 
 class _Contradiction(ValueError):
@@ -149,6 +166,7 @@ def read_model_states(path: str) -> ModelStates:
             model_ranks=_count("mp_world_size", 1 if root.get("ds_version") is None else root.get("mp_world_size")),
             values={key: value for key, value in text_pairs(root) if key not in known},
             starts=content.starts,
+            checksum=content.checksum,
             odd_keys=[*_odd_keys(root, ""), *_odd_keys(module, "module.")],
         )
     except _Contradiction as error:
@@ -204,6 +222,7 @@ def optimizer_states_of(state: Value, content: FileContent, path: str) -> Optimi
             pieces=[_pieces(group) for group in _list("param_slice_mappings", state.get("param_slice_mappings") or [])],
             values={name: plain(value) for name, value in text_pairs(state) if name not in known},
             starts=content.starts,
+            checksum=content.checksum,
         )
     except _Contradiction as error:
         raise _unsound(path, error) from None

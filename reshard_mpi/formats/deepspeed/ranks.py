@@ -26,9 +26,9 @@ from reshard_mpi.formats.deepspeed.rank_files import (
     read_model_states,
     read_optimizer_states,
 )
-from reshard_mpi.formats.locations import ByteRanges
+from reshard_mpi.formats.locations import ByteRange, ByteRanges
 from reshard_mpi.formats.nest.nodes import Dict, Value
-from reshard_mpi.formats.torch.file_content import HeldTensor, text_of
+from reshard_mpi.formats.torch.file_content import HeldTensor, same_files, text_of
 from reshard_mpi.text import counted, shortened
 
 _ZERO = r"(?:bf16_|fp16_)?zero_pp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_?optim_states\.pt"
@@ -40,6 +40,7 @@ _PREFIX = (
     r"(?:\.stages(?P<stages>[1-9]\d{0,8})\.layers(?P<layers>\d{1,9}(?:,\d{1,9})*))?"
     r"(?:\.experts(?P<experts>\d{1,9}(?:,\d{1,9})*))?"
 )
+_READ_BYTES = 1 << 18
 _EXPERT_OPTIMIZER = r"expp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_optim_states\.pt"
 # The folder of a universal checkpoint in which every parameter has one.
 PARAMETERS = "zero"
@@ -240,6 +241,9 @@ def read_ranks(folder: str, files: TagFiles, *, is_universal: bool = False) -> R
     if beyond:
         raise _other_save(f"{counted(len(expected), 'file')} *_optim_states.pt", first.path, beyond[0], folder)
     _require_one_moment(models, optimizers)
+    for model in range(first.model_ranks):
+        require_own_files(own for ranks, own in models.items() if ranks.model == model)
+        require_own_files(own for ranks, own in optimizers.items() if ranks.model == model)
     is_sliced = any(states.is_sliced for states in optimizers.values()) or (
         is_universal and files.models[Ranks(0, 0)].startswith("zero_")
     )
@@ -324,6 +328,27 @@ def _require_one_moment(models: Mapping[Ranks, ModelStates], optimizers: Mapping
         odd = next((count for count in share.partitions if count > data_ranks or data_ranks % count), None)
         if odd is not None:
             _require_same("its number of partitions", first.path, data_ranks, share.path, odd)
+
+
+def require_own_files(states: Iterable[ModelStates | OptimizerStates]) -> None:
+    """Raise DisagreementError if two of these ranks, which share tensors out, have the same file with parts of them.
+
+    Where there are more ranks than elements, several have padding alone.
+    """
+    held: dict[tuple[int, int], str] = {}
+    for own in states:
+        other = own.path if own.checksum is None else held.setdefault(own.checksum, own.path)
+        if other != own.path and any(map(_has_elements, own.weights)):
+            raise same_files("DeepSpeed", other, own.path)
+
+
+def _has_elements(run: ByteRange) -> bool:
+    """Tell whether anything but zeros lies there. Raises ShardError if it cannot be read."""
+    with structure.opened(run.path) as file:
+        return any(
+            any(file.read_exactly(run.offset_bytes + start, min(_READ_BYTES, run.length_bytes - start)))
+            for start in range(0, run.length_bytes, _READ_BYTES)
+        )
 
 
 def _require_same(what: str, path: str, expected: object, other_path: str, got: object) -> None:

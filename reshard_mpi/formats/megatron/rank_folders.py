@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 from reshard_mpi.errors import DisagreementError, ShardError
 from reshard_mpi.filesystem import source_files
+from reshard_mpi.formats.megatron.layers import is_expert
 from reshard_mpi.formats.megatron.training_tree import not_of_one_save, plain
 from reshard_mpi.formats.nest.nodes import Dict, Value, text_pairs
-from reshard_mpi.formats.torch.file_content import read_content, text_of
+from reshard_mpi.formats.torch.file_content import read_content, same_files, text_of
 from reshard_mpi.text import natural_key
 
 MODEL_FILE, VECTOR_FILE = "model_optim_rng.pt", "distrib_optim.pt"
@@ -53,6 +54,7 @@ class RankFiles(NamedTuple):
         values: what is in this file, by key; empty if it is not there.
         vector_path: of the file with vectors of the optimizer; vectors: what is in it, None if it is not there.
         starts: where the storages of both files begin.
+        checksums: of all that either file holds; None if it is not there, or keeps no sums.
     """
 
     place: RankPlace
@@ -61,6 +63,7 @@ class RankFiles(NamedTuple):
     vector_path: str
     vectors: Value
     starts: Mapping[str, int]
+    checksums: Sequence[tuple[int, int] | None]
 
     @property
     def chunks(self) -> list[Value]:
@@ -135,6 +138,7 @@ def read_ranks(folder: str) -> LegacyRanks:
     placed = [rank._replace(place=_place(name, parallelism, folder)) for name, rank in zip(names, files)]
     _require_all(placed, parallelism, folder)
     _require_one_save(placed, args, parallelism)
+    _require_own_files(placed)
     ordered = sorted(placed, key=lambda rank: (rank.place.stage, rank.place.expert, rank.place.tensor))
     return LegacyRanks(ordered, args, parallelism)
 
@@ -155,7 +159,8 @@ def _read(folder: str) -> RankFiles:
             where=paths[0],
         )
     starts = {key: start for content in contents if content is not None for key, start in content.starts.items()}
-    return RankFiles(RankPlace(0, 0, 0), paths[0], dict(text_pairs(roots[0])), paths[1], roots[1], starts)
+    sums = [None if content is None else content.checksum for content in contents]
+    return RankFiles(RankPlace(0, 0, 0), paths[0], dict(text_pairs(roots[0])), paths[1], roots[1], starts, sums)
 
 
 def _require_version(first: RankFiles) -> None:
@@ -283,11 +288,12 @@ def _require_own_places(
 ) -> None:
     """Raise DisagreementError if a file says that it is of another rank than its folder.
 
-    What converts checkpoints saves one number for all of them.
+    What converts checkpoints saves one number for all of them; a number that only some have is of a copied file.
     """
     world = args.get("world_size")
     per_stage = world // parallelism.stages if type(world) is int else 0
-    if len(set(numbers.values())) < len(numbers) or not per_stage or args.get("use_tp_pp_dp_mapping"):
+    is_one_for_all = len(set(numbers.values())) == 1 < len(numbers)
+    if is_one_for_all or not per_stage or args.get("use_tp_pp_dp_mapping"):
         return
     for place, number in numbers.items():
         expert = number // parallelism.expert_tensor % parallelism.experts
@@ -301,3 +307,18 @@ def _require_own_places(
                 where=folder,
                 remedy="give folders the names that Megatron has given them",
             )
+
+
+def _require_own_files(ranks: Sequence[RankFiles]) -> None:
+    """Raise DisagreementError if two ranks have the same files. Those that differ in experts alone may, without any."""
+    held: dict[tuple[int, int], RankFiles] = {}
+    for rank in ranks:
+        for number, checksum in enumerate(rank.checksums):
+            other = rank if checksum is None else held.setdefault(checksum, rank)
+            if other.place[:2] != rank.place[:2] or (other is not rank and _has_experts(rank)):
+                first, second = ((each.path, each.vector_path)[number] for each in (other, rank))
+                raise same_files("Megatron", first, second)
+
+
+def _has_experts(rank: RankFiles) -> bool:
+    return any(is_expert(name) for chunk in rank.chunks for name, _ in text_pairs(chunk))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 from zlib import crc32
 
-from reshard_mpi.errors import ShardError
+from reshard_mpi.errors import DisagreementError, ShardError
 from reshard_mpi.filesystem.paths import START_BYTES
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import structure
@@ -53,7 +54,14 @@ class FileContent(NamedTuple):
     # CRC-32 of the archive's pickle: as its directory says, and of what lies there
     pickle_crc: int = 0
     found_crc: int = 0
+    # CRC-32 of the ones that the archive's directory has of its storages; 0 if there are none
+    storages_crc: int = 0
     own_record: bytes | None = None  # what this program has added to it, None in files that others have written
+
+    @property
+    def checksum(self) -> tuple[int, int] | None:
+        """A sum of all that the file holds, by which copies of it are told; None if it keeps none of its storages."""
+        return (self.pickle_crc, self.storages_crc) if self.storages_crc else None
 
 
 class Storages:
@@ -144,7 +152,7 @@ def of_archive(archive: Archive, budget_bytes: int = BUDGET_BYTES, prefix: str =
     data = _member_bytes(file, pickle, _MAX_PICKLE_BYTES, "data.pkl")
     storages = Storages(prefix)
     root = _unpickled(data, storages, path, budget_bytes)
-    starts = {}
+    starts, sums = {}, []
     for key, storage in storages.by_key.items():
         member = members.get(f"{top}data/{key}")
         if member is None or member.size_bytes != storage.size_bytes:
@@ -155,11 +163,14 @@ def of_archive(archive: Archive, budget_bytes: int = BUDGET_BYTES, prefix: str =
                 where=path,
             )
         starts[prefix + key] = member.offset_bytes
+        sums.append(member.crc)
     own = members.get(top + OWN_RECORD)
     record = None if own is None else _member_bytes(file, own, _MAX_OWN_BYTES, OWN_RECORD)
     if own is not None and record is not None and crc32(record) != own.crc:
         record = None  # it is damaged, and as good as none
-    return FileContent(root, starts, order.decode() != sys.byteorder, pickle.crc, crc32(data), record)
+    storages_crc = crc32(array("L", sums).tobytes()) if any(sums) else 0
+    is_swapped = order.decode() != sys.byteorder
+    return FileContent(root, starts, is_swapped, pickle.crc, crc32(data), storages_crc, record)
 
 
 def _member_bytes(file: SourceFile, member: Member, most_bytes: int, name: str) -> bytes:
@@ -268,6 +279,17 @@ def read_content(path: str, framework: str) -> FileContent:
         problem = f"a file of a {framework} checkpoint has the byte order that this machine has not"
         raise ShardError(problem, where=path)
     return content
+
+
+def same_files(framework: str, first: str, second: str) -> DisagreementError:
+    """Return the error for files of two ranks that hold the same, byte for byte, and should not."""
+    return DisagreementError(
+        f"files of two ranks of a {framework} checkpoint are copies of one",
+        expected="of each rank its own part",
+        got=f"the contents of {first}",
+        where=second,
+        remedy="copy or restore all files of one save",
+    )
 
 
 def text_of(value: Value) -> str:
