@@ -116,6 +116,7 @@ class _Following:
         if tensor.assembly.zeros:
             raise self._refusal("zeros would be added, which have no scale", "no padding")
         self._source_of, self._is_same_order = self._dimensions()
+        self._require_runs()
 
     def made(self) -> tuple[QuantizedWeight, list[DerivedTensor]]:
         """Return the weight, and it with its companions as tensors of the target, in the order of the source."""
@@ -209,6 +210,25 @@ class _Following:
                 "axes in order, or square blocks",
             )
         return tuple(source_of), is_same
+
+    def _require_runs(self) -> None:
+        """Raise MapError if words, each of several elements, are put among each other one by one.
+
+        An equation that weaves heads means elements, and these would stay together.
+        """
+        scheme, shape = self._first.scheme, self._inventory[self._first.stored].shape
+        axes = layout_of(scheme).stored.axes if scheme.kind not in (*_UNPACKED, "whole") else ()
+        for dim, axis in enumerate(axes, len(shape) - len(axes)):
+            if axis.of is None or axis.ratio == 1 or dim not in self._source_of:
+                continue
+            target_dim, shifts = self._source_of.index(dim), dict[TermTensor, int]()
+            for pair in self._tensor.assembly.pairs:
+                shift = pair.to.start[target_dim] - pair.region.start[dim]
+                if pair.region.shape[dim] == 1 and shifts.setdefault(pair.source, shift) != shift:
+                    problem = (
+                        f"{1 / axis.ratio} elements lie in one along dimension {dim}, and they are woven one by one"
+                    )
+                    raise self._refusal(problem, "parts of several that stay in order")
 
     def _new_dims(self, companion: Companion) -> tuple[Relation | None, ...]:
         """Return how the dimensions of a companion belong to the target weight's."""

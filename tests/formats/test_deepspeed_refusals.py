@@ -95,7 +95,11 @@ SPOILED: dict[str, tuple[Training, Form, Callable[[Path], None], tuple[str, ...]
         ("are copies of one", OPTIMIZER.format(1), OPTIMIZER.format(2)),
     ),
     "a rank's part of what is frozen again": (
-        *(training(frozen={"d.w": np.arange(7, dtype=np.float32)}), Form(3, 2), copied(MODEL_3.format(1), MODEL_3.format(0))),
+        *(
+            training(frozen={"d.w": np.arange(7, dtype=np.float32)}),
+            Form(3, 2),
+            copied(MODEL_3.format(1), MODEL_3.format(0)),
+        ),
         ("are copies of one", MODEL_3.format(0), MODEL_3.format(1)),
     ),
     "the settings": (training(), Form(2, 2), removed(MODEL), ("missing", "*mp_rank_00_model_states.pt")),

@@ -283,6 +283,26 @@ def test_experts_of_another_rank(tmp_path: Path) -> None:
     assert "are copies of one" in refused("transform", tmp_path / "save", tmp_path / "out")
 
 
+def test_fewer_layers_are_written_with_arguments_that_fit(tmp_path: Path) -> None:
+    megatron_legacy_peer.write(tmp_path / "save", TIED, Form(2))
+    exclude = ["*.layers.2.*"]
+    report = reshard_mpi.transform(tmp_path / "save", tmp_path / "out", to="megatron", exclude=exclude)
+    assert "args.num_layers is 2, as the tensors have it; it was 3" in report.notes
+    reshard_mpi.transform(tmp_path / "out", tmp_path / "again", to="torch")
+    assert tree_of(tmp_path / "again")["args"]["num_layers"] == 2
+    assert reshard_mpi.verify(tmp_path / "save", tmp_path / "out", exclude=exclude).tensors
+
+
+def test_tensors_that_contradict_each_other_are_not_written_as_megatrons(tmp_path: Path) -> None:
+    rows = {EMBEDDING: 8, "output_layer.weight": 6}
+    model = {
+        name: torch_peer.tensor(deepspeed_peer.sample(np.ones((n, 4), np.float32)), name) for name, n in rows.items()
+    }
+    torch_peer.save(tmp_path / "a.pt", {"model": model, "args": {"padded_vocab_size": 8}})
+    said = refused("transform", tmp_path / "a.pt", tmp_path / "dst", "--to", "megatron")
+    assert "tensors of a model contradict each other" in said and "got: 8 and 6" in said
+
+
 NUMBERED: dict[str, tuple[Training, Callable[[Content], object], tuple[str, ...]]] = {
     "copies of other weights": (
         *(TIED, lambda own: own["fp32_from_fp16_params"][0].reverse()),

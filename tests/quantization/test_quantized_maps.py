@@ -12,7 +12,7 @@ from quantization.test_quantized_refusals import FP8
 from support import safetensors_peer
 from support.command_line import run_here
 from support.examples import few, few_cases
-from support.quantized import BFLOAT16, E4M3, Array, fp8, gptq, packed
+from support.quantized import BFLOAT16, E4M3, Array, awq, fp8, gptq, packed
 
 import reshard_mpi
 from reshard_mpi.errors import MapError, ReshardError
@@ -70,6 +70,21 @@ def test_weights_are_not_joined_within_a_block(tmp_path: Path) -> None:
     )
     with reshard_mpi.open(tmp_path / "plain") as opened:
         assert list(opened) == ["qk.weight"] and opened["qk.weight"].shape == (14, 16)
+
+
+@pytest.mark.parametrize("axes", ["[k (h d)] <=> w.qweight [k (d h)]", "[k (h t d)] <=> w.qweight [k (h d t)]"])
+def test_heads_are_not_woven_word_by_word(tmp_path: Path, axes: str) -> None:
+    """Words of eight elements would stay together, and the equation means elements."""
+    sample = awq(np.random.default_rng(0), (128, 32), 16, np.dtype(np.float16))
+    config = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}
+    source = write(tmp_path / "source", sample.tensors, config)
+    lengths = ["h=4", "t=2"] if " t " in axes else ["h=4"]
+    with pytest.raises(MapError, match="8 elements lie in one along dimension 1, and they are woven one by one"):
+        reshard_mpi.transform(source, tmp_path / "out", map=f"w.qweight {axes}", axis=lengths, to="safetensors")
+    swapped = "w.qweight [k (a h d)] <=> w.qweight [k (h a d)]"
+    reshard_mpi.transform(source, tmp_path / "out", map=swapped, axis=["a=2", "h=4"], to="safetensors")
+    expected = sample.whole.reshape(2, 4, 16, 32).swapaxes(0, 1).reshape(128, 32)
+    np.testing.assert_array_equal(dequantized(tmp_path / "out"), expected)
 
 
 def test_experts_are_stacked_and_taken_apart(tmp_path: Path) -> None:

@@ -24,9 +24,19 @@ from reshard_mpi.formats.megatron.layers import (
     object_key,
     stacked,
 )
-from reshard_mpi.formats.megatron.training_tree import FP32
+from reshard_mpi.formats.megatron.training_tree import FP32, sizes_of
 from reshard_mpi.formats.nest import flatten_tree, rebuild_tree
-from reshard_mpi.formats.nest.nodes import MODEL, ORDERED_DICT, Call, Dict, NestError, NestTensor, Value, is_nest_tensor
+from reshard_mpi.formats.nest.nodes import (
+    MODEL,
+    ORDERED_DICT,
+    Call,
+    Dict,
+    NestError,
+    NestTensor,
+    Value,
+    entry_of,
+    is_nest_tensor,
+)
 from reshard_mpi.formats.protocol import OwnTypes, Packed, PackingOptions, Part, SameParts, TensorTypes
 from reshard_mpi.formats.tensor_table import TensorType
 from reshard_mpi.sharding.box import Box
@@ -102,7 +112,8 @@ def packed(tensors: TensorTypes, strings: Mapping[str, str], own_types: OwnTypes
     extra_tensors = dict(_extra_tensors(found, ModulePlaces(places)))
     if not extra and not extra_tensors:
         extra = dict.fromkeys(_usual_extra(places.values()))
-    others = _without_tensors(root.without("model"))
+    shapes = {own.key: (*own.counts, *kinds[key].shape) for key, own in places.items()}
+    others, changed = _with_sizes(_without_tensors(root.without("model")), shapes)
     has_shares = None if options.ep is None else options.ep > 1
     _require_experts(found, places.values(), options.ep)
     common = common_state(others, has_state=bool(found.trained), has_shares=has_shares, release=release)
@@ -124,7 +135,7 @@ def packed(tensors: TensorTypes, strings: Mapping[str, str], own_types: OwnTypes
         {COMMON: _text(kept)},
         [tuple(counters)],
         tuple(found.others),
-        common.notes,
+        (*changed, *common.notes),
         only_first=True,
         compared=[[*_copies_in(own, found)] for own in files],
     )
@@ -160,6 +171,31 @@ def _args(root: Dict) -> Mapping[str, Value]:
     """Return the arguments of the run; nothing if the source has none."""
     args = root.get("args")
     return {key: own for key, own in args.pairs() if type(key) is str} if type(args) is Dict else {}
+
+
+def _with_sizes(root: Dict, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Dict, list[str]]:
+    """Return the nest with the sizes in its arguments that its tensors have, and notes on the ones that were others.
+
+    Raises TargetError if tensors contradict each other.
+
+    Args:
+        shapes: of stacked tensors, by key.
+    """
+    args, changed = _args(root), dict[str, int]()
+    for name, size in sizes_of(shapes):
+        if type(args.get(name)) is int and changed.setdefault(name, size) != size:
+            raise TargetError(
+                "tensors of a model contradict each other",
+                expected=f"one {name} in all of them, as {name} is an argument of Megatron",
+                got=f"{changed[name]} and {size}",
+                remedy="choose --to dcp or --to torch",
+            )
+    notes = []
+    for name, size in changed.items():
+        if size != args[name]:
+            root = root.with_value("args", entry_of(root, "args").with_value(name, size))
+            notes.append(f"args.{name} is {size}, as the tensors have it; it was {args[name]}")
+    return root, notes
 
 
 def _source_tensors(

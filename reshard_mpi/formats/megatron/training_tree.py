@@ -311,7 +311,7 @@ def require_agreement(
                 got=f"shape {list(tensor.shape)}",
                 where=folder,
             )
-    for name, of_files in _sizes(tensors):
+    for name, of_files in sizes_of({key: tensor.shape for key, tensor in tensors.items()}):
         said = args.get(name)
         if type(said) is int and said != of_files:
             raise ShardError(
@@ -326,20 +326,20 @@ def require_agreement(
             _require_rounded(key, tensors[key], kinds[FP32], reader, folder)
 
 
-def _sizes(tensors: Mapping[str, TensorPieces]) -> Iterator[tuple[str, int]]:
+def sizes_of(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, int]]:
     """Yield sizes of the model as its tensors tell them, by the names of arguments."""
     layers, experts = set[int](), set[int]()
-    for key, tensor in tensors.items():
+    for key, shape in shapes.items():
         place = place_of(key)
         if key in OF_VOCABULARY:
-            yield "padded_vocab_size", tensor.shape[0]
-            yield "hidden_size", tensor.shape[1]
+            yield "padded_vocab_size", shape[0]
+            yield "hidden_size", shape[1]
         if key.startswith(_DECODER) and place.stacked_layers:
-            yield "num_layers", tensor.shape[0]
+            yield "num_layers", shape[0]
         elif key.startswith(_DECODER) and place.layer is not None:
             layers.add(place.layer)
         if place.stacked_experts:
-            yield "num_experts", tensor.shape[place.stacked_layers]
+            yield "num_experts", shape[place.stacked_layers]
         elif place.expert is not None:
             experts.add(place.expert)
     for name, numbers in (("num_layers", layers), ("num_experts", experts)):
