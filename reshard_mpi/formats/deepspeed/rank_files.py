@@ -60,7 +60,7 @@ class ModelStates(NamedTuple):
 
     @property
     def weights(self) -> list[ByteRange]:
-        """Where tensors of the model lie; at stage 3 this rank's part of those that are not trained, with padding."""
+        """Where tensors of the model lie; at stage 3 this rank's part of frozen parameters, with padding."""
         tensors = [*(self.module or {}).values(), *self.fragments.values()]
         places = [tensor.place for tensor in tensors if type(tensor) is HeldTensor]
         return [run for place in places if isinstance(place, ByteRanges) for run in place.ranges]
