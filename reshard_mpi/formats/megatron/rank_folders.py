@@ -310,7 +310,10 @@ def _require_own_places(
 
 
 def _require_own_files(ranks: Sequence[RankFiles]) -> None:
-    """Raise DisagreementError if two ranks have the same files. Those that differ in experts alone may, without any."""
+    """Raise DisagreementError if two ranks have the same file.
+
+    Ranks of one stage that share out experts have the same where the stage has none.
+    """
     held: dict[tuple[int, int], RankFiles] = {}
     for rank in ranks:
         for number, checksum in enumerate(rank.checksums):
