@@ -266,7 +266,7 @@ def _likeness(
     if max(map(_decoded_bytes, (entry, other))) > _LARGE_CHUNK_BYTES:
         boxes = boxes[:1]
     if all(map(eq, excerpts.of(*first, boxes), excerpts.of(*second, boxes))):
-        return Similarity.SAME, one_part or _is_telling(b"".join(excerpts.of(*first, boxes)), entry.dtype)
+        return Similarity.SAME, one_part or is_telling(b"".join(excerpts.of(*first, boxes)), entry.dtype)
     if not one_part:
         return Similarity.DIFFERENT, True
     ours, theirs = (b"".join(excerpts.of(*held, boxes)) for held in (first, second))
@@ -280,7 +280,8 @@ def _decoded_bytes(entry: TensorEntry) -> int:
     return math.prod(entry.source.chunk) * entry.dtype.itemsize_bytes
 
 
-def _is_telling(content: bytes, dtype: DType) -> bool:
+def is_telling(content: bytes, dtype: DType) -> bool:
+    """Tell whether elements vary enough that other parts would differ from them."""
     width = dtype.itemsize_bytes
     elements = {content[start : start + width] for start in range(0, len(content), width)}
     return len(content) >= _TELLING_BYTES and len(elements) >= _TELLING_ELEMENTS

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard_mpi.checkpoints.compare_replicas import compare_checks, read_beginnings, read_counters
 from reshard_mpi.checkpoints.compare_samples import rank_of_another_stage, require_one_of_stages, sample_findings
+from reshard_mpi.checkpoints.copied_files import require_own_files
 from reshard_mpi.checkpoints.opening import open_source
 from reshard_mpi.checkpoints.refuse_sources import require_files_meant
 from reshard_mpi.checkpoints.shard_files import SingleShard
@@ -261,11 +262,8 @@ class Planner:
     ) -> SampleFindings:
         """Return the tensors that differ from rank to rank, as one process's share of a sample shows.
 
-        Where each rank keeps its own of what no strategy lists, that may differ.
-
         Args:
-            needs: tells which tensors are looked at, of those that targets have. Of one rank, and with `replicas` ANY,
-                nothing is read.
+            needs: tells which tensors are looked at, of those that targets have. With `replicas` ANY nothing is read.
 
         Raises what `compare_samples.sample_findings` raises.
         """
@@ -274,7 +272,11 @@ class Planner:
             return self.mapped.original.sample_findings(
                 damaged_are_replaced=damaged_are_replaced, process=process, processes=processes, needs=self.mapped.needs
             )
-        if self.policy.replicas is Replicas.ANY or self.source.strategy.world_size == 1:
+        if self.policy.replicas is Replicas.ANY:
+            return NOTHING_FOUND
+        if self.source.strategy.world_size == 1:
+            if process == 0:
+                require_own_files(self.source)
             return NOTHING_FOUND
         quantization = self.source.quantization
         own = frozenset[str]() if quantization is None else quantization.shapes
@@ -287,6 +289,7 @@ class Planner:
             process=process,
             processes=processes,
         )
+        # Where each rank keeps its own of what no strategy lists, that may differ.
         return findings._replace(unlisted=()) if self._keeps_each_ranks_own else findings
 
     def require_one_of_stages(self, differing: Iterable[Differing]) -> None:

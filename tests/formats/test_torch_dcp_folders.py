@@ -175,7 +175,7 @@ def test_no_file_can_be_lost_unseen(data: st.DataObject, lost: int, tmp_path_fac
 
 # What files say
 
-UPPER_LOWER = At((0, 0), counted(2, 3)), At((2, 0), counted(2, 3))
+UPPER_LOWER = At((0, 0), counted(2, 3)), At((2, 0), counted(2, 3) + 6)
 SAYINGS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "nothing of a tensor": (lambda says: {"v": says["w"]}, "'"),
     "another tensor too": (lambda says: {**says, "v": says["w"]}, "lacks 'v'"),

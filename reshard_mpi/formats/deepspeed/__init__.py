@@ -115,7 +115,7 @@ def open_folder(folder: str, strategy: Strategy | None = None) -> dict[int, Mani
         lead_model = states.first._replace(buffers=buffers)
         trainings = [DeepSpeedTraining(lead_model, *of_part) for of_part in zip(weights, by_name, frozen)]
         training = trainings[0] if rules is None else joined(trainings, rules)
-        _require_own_slices(states, trainings[0], training)
+        _require_own_slices(states, trained[0].stages, trainings[0], training)
         if states.first.module is None:
             layers = sorted({own.layer for own in files.layers})
             training = training._replace(layers=layers, stages=trained[0].stages)
@@ -129,20 +129,25 @@ def open_folder(folder: str, strategy: Strategy | None = None) -> dict[int, Mani
     return {0: manifest._replace(notes=notes, warnings=tuple(_of_another_step(states.first, folder)))}
 
 
-def _require_own_slices(states: RankStates, first: DeepSpeedTraining, whole: DeepSpeedTraining) -> None:
-    """Raise DisagreementError if two tensor-parallel ranks have one file where tensors are cut.
+def _require_own_slices(
+    states: RankStates, stages: Sequence[Sequence[str]], first: DeepSpeedTraining, whole: DeepSpeedTraining
+) -> None:
+    """Raise DisagreementError if two tensor-parallel ranks of a stage have one file though its tensors are cut.
 
     Args:
+        stages: the names of the parameters that each stage trains.
         first, whole: the training of the first of these ranks, and of all.
     """
 
-    def are_cut(slices: Mapping[str, Value], joined: Mapping[str, Value]) -> bool:
-        return any(getattr(own, "shape", ()) != getattr(joined[name], "shape", ()) for name, own in slices.items())
+    def are_cut(slices: Mapping[str, Value], joined: Mapping[str, Value], names: Iterable[str]) -> bool:
+        return any(getattr(slices[name], "shape", ()) != getattr(joined[name], "shape", ()) for name in names)
 
-    if are_cut(first.trained, whole.trained):
-        require_own_files(states.optimizers.values())
-    if are_cut(first.weights, whole.weights):
-        require_own_files(states.models.values())
+    parts = states.model_ranks // len(stages)
+    for stage, names in enumerate(stages):
+        if are_cut(first.trained, whole.trained, names):
+            require_own_files(states.shares(stage * parts + part) for part in range(parts))
+    if are_cut(first.weights, whole.weights, first.weights):
+        require_own_files([own] for own in states.models.values())
 
 
 def _of_another_step(first: ModelStates, folder: str) -> Iterator[str]:

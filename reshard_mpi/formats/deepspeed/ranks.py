@@ -242,8 +242,8 @@ def read_ranks(folder: str, files: TagFiles, *, is_universal: bool = False) -> R
         raise _other_save(f"{counted(len(expected), 'file')} *_optim_states.pt", first.path, beyond[0], folder)
     _require_one_moment(models, optimizers)
     for model in range(first.model_ranks):
-        require_own_files(own for ranks, own in models.items() if ranks.model == model)
-        require_own_files(own for ranks, own in optimizers.items() if ranks.model == model)
+        require_own_files([own] for ranks, own in models.items() if ranks.model == model)
+        require_own_files([own] for ranks, own in optimizers.items() if ranks.model == model)
     is_sliced = any(states.is_sliced for states in optimizers.values()) or (
         is_universal and files.models[Ranks(0, 0)].startswith("zero_")
     )
@@ -330,16 +330,20 @@ def _require_one_moment(models: Mapping[Ranks, ModelStates], optimizers: Mapping
             _require_same("its number of partitions", first.path, data_ranks, share.path, odd)
 
 
-def require_own_files(states: Iterable[ModelStates | OptimizerStates]) -> None:
-    """Raise DisagreementError if two of these ranks, which share tensors out, have the same file with parts of them.
+def require_own_files(shares: Iterable[Sequence[ModelStates | OptimizerStates]]) -> None:
+    """Raise DisagreementError if two of these shares of the same tensors are the same files.
 
     Where there are more ranks than elements, several have padding alone.
     """
-    held: dict[tuple[int, int], str] = {}
-    for own in states:
-        other = own.path if own.checksum is None else held.setdefault(own.checksum, own.path)
-        if other != own.path and any(map(_has_elements, own.weights)):
-            raise same_files("DeepSpeed", other, own.path)
+    held: dict[tuple[tuple[int, int] | None, ...], str] = {}
+    for share in shares:
+        checksums = tuple(own.checksum for own in share)
+        if not share or None in checksums:
+            continue
+        path = share[0].path
+        other = held.setdefault(checksums, path)
+        if other != path and any(_has_elements(run) for own in share for run in own.weights):
+            raise same_files("DeepSpeed", other, path)
 
 
 def _has_elements(run: ByteRange) -> bool:
