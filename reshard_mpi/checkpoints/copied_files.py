@@ -28,8 +28,8 @@ from reshard_mpi.sharding.box import Box
 _MAX_FILES = 256
 # Of tensors in more chunks none is compared.
 _MOST_CHUNKS = 256
-# Numbers of tensors that are compared, of tensors among them that are divided alike, and of chunks of each file by which
-# copies are looked for.
+# Numbers of tensors that are compared, of tensors among them that are divided alike, and of chunks of each file by
+# which copies are looked for.
 _MOST_TENSORS, _MOST_ALIKE, _FEW_CHUNKS = 64, 4, 4
 
 
