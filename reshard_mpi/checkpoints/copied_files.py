@@ -8,7 +8,7 @@ different parts of some tensors, and hold the same wherever they are compared, a
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -40,9 +40,21 @@ class _ListedPart(NamedTuple):
     entry: TensorEntry
     box: Box
 
-    def content(self, files: Files) -> bytes:
-        """Return its elements in a few places. Raises ShardError if they cannot be read."""
-        return b"".join(excerpt(files, self.entry, box) for box in places(self.entry.name, self.entry.shape))
+
+class _Contents:
+    """Reads chunks in a few places, and keeps what was read."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        self._read: dict[int, bytes] = {}
+
+    def of(self, part: _ListedPart) -> bytes:
+        """Return elements of a chunk. Raises ShardError if they cannot be read."""
+        content = self._read.get(id(part))
+        if content is None:
+            boxes = places(part.entry.name, part.entry.shape)
+            content = self._read[id(part)] = b"".join(excerpt(self._files, part.entry, box) for box in boxes)
+        return content
 
 
 def require_own_files(source: SourceCheckpoint) -> None:
@@ -55,11 +67,12 @@ def require_own_files(source: SourceCheckpoint) -> None:
     if not isinstance(tensors, ChunkedTensors) or is_object_path(tensors.path):
         return
     shared_out = [*islice(_shared_out(tensors), _MOST_TENSORS)]
-    if len({chunk.path for chunks in shared_out for chunk in chunks}) > _MAX_FILES:
+    if len({part.path for parts in shared_out for part in parts}) > _MAX_FILES:
         return
     with Files() as files, contextlib.suppress(ShardError, OSError):
-        for first, second in _suspects(shared_out, files):
-            if _are_copies(shared_out, first.path, second.path, files):
+        contents = _Contents(files)
+        for first, second in _suspects(shared_out, contents):
+            if _are_copies(shared_out, first.path, second.path, contents):
                 raise DisagreementError(
                     "two files of a checkpoint are copies of one",
                     expected=f"other parts of {first.entry.name!r}, {first.box} and {second.box}, as the index says",
@@ -79,13 +92,13 @@ def _shared_out(tensors: ChunkedTensors) -> Iterator[list[_ListedPart]]:
         if seen[list_number] == _MOST_ALIKE or not 1 < len(chunks) <= _MOST_CHUNKS:
             continue
         seen[list_number] += 1
-        listed = [_chunk(name, box, file, own) for (box, file), own in zip(chunks, tensors.numbers[number])]
+        listed = [_listed_part(name, box, file, own) for (box, file), own in zip(chunks, tensors.numbers[number])]
         known = [chunk for chunk in listed if chunk is not None]
         if len({chunk.path for chunk in known}) > 1:
             yield known
 
 
-def _chunk(name: str, box: Box, tensors: TensorTable, number: int) -> _ListedPart | None:
+def _listed_part(name: str, box: Box, tensors: TensorTable, number: int) -> _ListedPart | None:
     """Return a chunk that lies in one file as it is; None for any other."""
     place = tensors.source(number)
     if not isinstance(place, ByteRanges) or len({run.path for run in place.ranges}) != 1:
@@ -94,25 +107,26 @@ def _chunk(name: str, box: Box, tensors: TensorTable, number: int) -> _ListedPar
     return _ListedPart(place.ranges[0].path, TensorEntry(name, dtype, shape, place), box)
 
 
-def _suspects(shared_out: Iterable[Sequence[_ListedPart]], files: Files) -> Iterator[tuple[_ListedPart, _ListedPart]]:
+def _suspects(
+    shared_out: Iterable[Sequence[_ListedPart]], contents: _Contents
+) -> Iterator[tuple[_ListedPart, _ListedPart]]:
     """Yield two chunks of one tensor, in different files, that are different parts of it and hold the same."""
     looked_at = Counter[str]()
-    for chunks in shared_out:
-        held: dict[tuple[object, bytes], _ListedPart] = {}
-        for chunk in chunks:
-            looked_at[chunk.path] += 1
-            if looked_at[chunk.path] > _FEW_CHUNKS:
+    for parts in shared_out:
+        held: defaultdict[tuple[object, bytes], list[_ListedPart]] = defaultdict(list)
+        for part in parts:
+            looked_at[part.path] += 1
+            if looked_at[part.path] > _FEW_CHUNKS or not is_telling(contents.of(part), part.entry.dtype):
                 continue
-            content = chunk.content(files)
-            other = held.setdefault((chunk.entry.shape, content), chunk)
-            if other.box != chunk.box and other.path != chunk.path and is_telling(content, chunk.entry.dtype):
-                yield other, chunk
+            others = held[part.entry.shape, contents.of(part)]
+            yield from ((other, part) for other in others if other.box != part.box and other.path != part.path)
+            others.append(part)
 
 
-def _are_copies(shared_out: Iterable[Sequence[_ListedPart]], first: str, second: str, files: Files) -> bool:
+def _are_copies(shared_out: Iterable[Sequence[_ListedPart]], first: str, second: str, contents: _Contents) -> bool:
     """Tell whether two files hold the same of all tensors that both have parts of, as far as they are compared."""
-    for chunks in shared_out:
-        contents = [[chunk.content(files) for chunk in chunks if chunk.path == path] for path in (first, second)]
-        if all(contents) and contents[0] != contents[1]:
+    for parts in shared_out:
+        of_both = [[contents.of(part) for part in parts if part.path == path] for path in (first, second)]
+        if all(of_both) and of_both[0] != of_both[1]:
             return False
     return True

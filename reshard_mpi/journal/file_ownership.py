@@ -345,8 +345,8 @@ def other_saves(earlier: RunIdentity, identity: RunIdentity) -> tuple[str, ...]:
 def leftover_index(folder: Path, identity: RunIdentity) -> tuple[str, ...]:
     """Return the names of the index files in a target folder that another run than `identity` has written.
 
-    None if a shard of that run's stays, which is somebody's by now: nothing but the index makes it a checkpoint. A
-    pointer to another save stays in any case.
+    None if a shard of that run's stays, which is somebody's by now: nothing but the index makes it a checkpoint. An
+    index that is not the one that was committed stays in any case, and so does a pointer to another save.
     """
     earlier = RunIdentity.recorded(folder / STATE)
     if earlier is None:
@@ -356,7 +356,10 @@ def leftover_index(folder: Path, identity: RunIdentity) -> tuple[str, ...]:
     staying = shards.difference(leftovers(folder, identity), _target_files(identity))
     if any(is_taken(folder / file) for file in staying):
         return ()
-    return tuple(name for name in own_index_names(folder, earlier) if not names_another_save(folder, earlier, name))
+    committed = CommitRecord.read(folder)
+    changed = {} if committed is None else changed_index_files(folder, committed)
+    own = (name for name in own_index_names(folder, earlier) if name not in changed)
+    return tuple(name for name in own if not names_another_save(folder, earlier, name))
 
 
 def _given_up(folder: Path, earlier: RunIdentity) -> Iterator[tuple[str, int]]:

@@ -282,6 +282,22 @@ def test_a_parameter_of_another_shape_in_a_universal_folder(tmp_path: Path) -> N
     require_refused(tmp_path, tag, "another shape than is listed", "[4, 4]", "[3, 4]")
 
 
+def test_an_expert_in_two_files(tmp_path: Path) -> None:
+    tag = deepspeed_peer.write(tmp_path / "save", experts(), Form(2, 2, expert_parts=2))
+    name = "layer_0_expert_{}_mp_rank_00_model_states.pt"
+    shutil.copy(tag / name.format(3), tag / name.format(4))
+    require_refused(tmp_path, tag, "two files of a DeepSpeed checkpoint have the same tensor", "experts.3.w' in two")
+
+
+def test_files_of_a_larger_model_that_was_saved_before(tmp_path: Path) -> None:
+    """DeepSpeed does not load them, and nothing in the save lists their tensors."""
+    tag = deepspeed_peer.write(tmp_path / "save", pipeline(), Form(1, 2, stages=2))
+    assert "another save" not in done("transform", tag, tmp_path / "whole").err
+    shutil.copy(tag / "layer_02-model_states.pt", tag / "layer_09-model_states.pt")
+    said = done("transform", tag, tmp_path / "out").err
+    assert "warning: 1 tensor in files of their own, such as '9.w', are in no list" in said
+
+
 def test_slices_of_tensor_parallelism(tmp_path: Path) -> None:
     tag = deepspeed_peer.write(tmp_path / "save", training(), Form(2, 2), changed("model_states", mp_world_size=2))
     for path in tag.glob("*mp_rank_00*"):

@@ -43,6 +43,16 @@ STRANGE = (
 HARMLESS = ("README.md", "config.json", "rank_0/train.log", "logs/rank_0.txt")
 
 
+def test_an_index_that_somebody_has_saved_in_the_place_of_ours_stays(tmp_path: Path) -> None:
+    c = make(tmp_path)
+    c.but(dst_strategy=None).done("transform", "--to", "dcp")
+    index = c.dst / ".metadata"
+    index.write_bytes(FOREIGN)
+    said = c.but(dst_strategy=None).refused("transform", "--to", "torch", "--overwrite")
+    assert ".metadata" in said and index.read_bytes() == FOREIGN
+    assert not (c.dst / "rank_0").exists()
+
+
 @dataclass(frozen=True)
 class Folder:
     """A target folder, with the files that others have put there."""

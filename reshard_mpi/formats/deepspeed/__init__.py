@@ -29,6 +29,7 @@ from typing import NamedTuple
 from reshard_mpi.errors import ShardError, SourceError
 from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.deepspeed.flat_groups import SizeError, in_slices, type_in
+from reshard_mpi.formats.deepspeed.other_saves import each_once, require_own_slices, warnings_of_other_saves
 from reshard_mpi.formats.deepspeed.packing import packed
 from reshard_mpi.formats.deepspeed.parameters import TrainedParameter, trained_parameters, with_shapes
 from reshard_mpi.formats.deepspeed.rank_files import LAYOUT_KEYS, ModelStates, named_tensors, optimizer_states_of, plain
@@ -100,14 +101,15 @@ def open_folder(folder: str, strategy: Strategy | None = None) -> dict[int, Mani
             remedy="leave that strategy out",
         )
     rules = read_rules(states, files, parts, folder, strategy) if parts > 1 else None
-    weights = [dict(_weights(states, files, folder, range(part, states.model_ranks, parts))) for part in range(parts)]
+    of_parts = [range(part, states.model_ranks, parts) for part in range(parts)]
+    weights = [each_once(_weights(states, files, folder, model_ranks), folder) for model_ranks in of_parts]
     if states.optimizers and states.first.shapes is None:
         states = with_shapes(states, weights)
     if is_universal:
         training = _universal(states, weights[0], folder)
     else:
         lead = next(iter(states.optimizers.values()), None)
-        trained = [trained_parameters(states, range(part, states.model_ranks, parts)) for part in range(parts)]
+        trained = [trained_parameters(states, model_ranks) for model_ranks in of_parts]
         frozen = [dict(_frozen(states, part)) for part in range(parts)]
         by_name = [own.by_name for own in trained]
         # In a pipeline each stage names its own buffers.
@@ -115,7 +117,7 @@ def open_folder(folder: str, strategy: Strategy | None = None) -> dict[int, Mani
         lead_model = states.first._replace(buffers=buffers)
         trainings = [DeepSpeedTraining(lead_model, *of_part) for of_part in zip(weights, by_name, frozen)]
         training = trainings[0] if rules is None else joined(trainings, rules)
-        _require_own_slices(states, trained[0].stages, trainings[0], training)
+        require_own_slices(states, trained[0].stages, trainings[0], training)
         if states.first.module is None:
             layers = sorted({own.layer for own in files.layers})
             training = training._replace(layers=layers, stages=trained[0].stages)
@@ -126,41 +128,7 @@ def open_folder(folder: str, strategy: Strategy | None = None) -> dict[int, Mani
     of_slices = (JOINED if strategy is None else JOINED_BY_STRATEGY,) if parts > 1 else ()
     of_groups = (_NO_SETTINGS,) if training.trained and not training.settings else ()
     notes = (_NOT_KEPT, *of_first, *of_slices, *of_groups)
-    return {0: manifest._replace(notes=notes, warnings=tuple(_of_another_step(states.first, folder)))}
-
-
-def _require_own_slices(
-    states: RankStates, stages: Sequence[Sequence[str]], first: DeepSpeedTraining, whole: DeepSpeedTraining
-) -> None:
-    """Raise DisagreementError if two tensor-parallel ranks of a stage have one file though its tensors are cut.
-
-    Args:
-        stages: the names of the parameters that each stage trains.
-        first, whole: the training of the first of these ranks, and of all.
-    """
-
-    def are_cut(slices: Mapping[str, Value], joined: Mapping[str, Value], names: Iterable[str]) -> bool:
-        return any(getattr(slices[name], "shape", ()) != getattr(joined[name], "shape", ()) for name in names)
-
-    parts = states.model_ranks // len(stages)
-    for stage, names in enumerate(stages):
-        if are_cut(first.trained, whole.trained, names):
-            require_own_files(states.shares(stage * parts + part) for part in range(parts))
-    if are_cut(first.weights, whole.weights, first.weights):
-        require_own_files([own] for own in states.models.values())
-
-
-def _of_another_step(first: ModelStates, folder: str) -> Iterator[str]:
-    """Yield a warning if a folder with DeepSpeed's own name for it says another step than its files.
-
-    Megatron-DeepSpeed and others name folders by counters of their own, which may begin anew: so it is no error.
-    """
-    named, steps = step_in_name(folder, "global_step", 1, "_universal"), first.values.get("global_steps")
-    if named is not None and type(steps) is int and steps != named:
-        yield (
-            f"{folder} is named after step {named}, and {Path(first.path).name} is of global_steps {steps}:"
-            " unless the training has named it by a counter of its own, some of its files are of another save"
-        )
+    return {0: manifest._replace(notes=notes, warnings=warnings_of_other_saves(states, training, folder))}
 
 
 def _tensor_parallel_ranks(states: RankStates, files: TagFiles) -> int:
