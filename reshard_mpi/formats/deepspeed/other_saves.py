@@ -1,4 +1,4 @@
-"""Tell of DeepSpeed files that are of another save, or another rank (`warnings_of_other_saves`, `require_own_slices`).
+"""Tell of DeepSpeed files that are of another save or rank (`warnings_of_other_saves`, `require_own_slices`).
 
 A folder may keep layers, experts or parameters of a model that was larger before, and a rank's files may be copies of
 another rank's.
