@@ -24,12 +24,10 @@ from reshard_mpi.formats.tensor_table import ChunkedTensors, TensorEntry, Tensor
 from reshard_mpi.planning.comparison_choice import places
 from reshard_mpi.sharding.box import Box
 
-# Of more files none is compared, and none in an object store, where each place would be a request.
-_MAX_FILES = 256
-# Of tensors in more chunks none is compared.
-_MOST_CHUNKS = 256
-# Numbers of tensors that are compared, of tensors among them that are divided alike, and of chunks of each file by
-# which copies are looked for.
+# Of more files none is compared, and no tensor in more chunks; none in an object store, where each place is a request.
+_MOST_FILES = 256
+# Numbers of tensors that are compared, of tensors among them that are divided alike, and of chunks of each file, not
+# all of one value, by which copies are looked for.
 _MOST_TENSORS, _MOST_ALIKE, _FEW_CHUNKS = 64, 4, 4
 
 
@@ -67,7 +65,7 @@ def require_own_files(source: SourceCheckpoint) -> None:
     if not isinstance(tensors, ChunkedTensors) or is_object_path(tensors.path):
         return
     shared_out = [*islice(_shared_out(tensors), _MOST_TENSORS)]
-    if len({part.path for parts in shared_out for part in parts}) > _MAX_FILES:
+    if len({part.path for parts in shared_out for part in parts}) > _MOST_FILES:
         return
     with Files() as files, contextlib.suppress(ShardError, OSError):
         contents = _Contents(files)
@@ -89,7 +87,7 @@ def _shared_out(tensors: ChunkedTensors) -> Iterator[list[_ListedPart]]:
     for name, number in tensors.index_by_name.items():
         list_number = tensors.chunk_list_ids[number]
         chunks = tensors.chunk_lists[list_number]
-        if seen[list_number] == _MOST_ALIKE or not 1 < len(chunks) <= _MOST_CHUNKS:
+        if seen[list_number] == _MOST_ALIKE or not 1 < len(chunks) <= _MOST_FILES:
             continue
         seen[list_number] += 1
         listed = [_listed_part(name, box, file, own) for (box, file), own in zip(chunks, tensors.numbers[number])]
@@ -115,9 +113,9 @@ def _suspects(
     for parts in shared_out:
         held: defaultdict[tuple[object, bytes], list[_ListedPart]] = defaultdict(list)
         for part in parts:
-            looked_at[part.path] += 1
-            if looked_at[part.path] > _FEW_CHUNKS or not is_telling(contents.of(part), part.entry.dtype):
+            if looked_at[part.path] == _FEW_CHUNKS or not is_telling(contents.of(part), part.entry.dtype):
                 continue
+            looked_at[part.path] += 1
             others = held[part.entry.shape, contents.of(part)]
             yield from ((other, part) for other in others if other.box != part.box and other.path != part.path)
             others.append(part)

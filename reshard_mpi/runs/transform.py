@@ -221,10 +221,7 @@ def compare_within_source(plans: TargetPlans, planned: PlanReport) -> Outcome:
             plans.progress.begin(ProgressStage("comparing copies", size_bytes), own_bytes)
         compared = together(comm, partial(_compare, plans, planned, mine))
     mapped = plans.run.planner.mapped
-    has_samples = formats.info(
-        plans.run.planner.source.files.format
-    ).packs  # its reader has looked at some of each copy
-    if mapped is not None and request.replicas is not Replicas.ANY and (mapped.has_files or not has_samples):
+    if mapped is not None and request.replicas is not Replicas.ANY and _compares_parts(mapped):
         _compare_parts(mapped, plans)
     return _judged(planned, compared, request.source, strict=request.strict)
 
@@ -243,6 +240,11 @@ def _compare(plans: TargetPlans, planned: PlanReport, mine: Sequence[ReplicaGrou
     planner.require_one_of_stages(planned.all_differing)
     findings = planner.sample_findings(damaged_are_replaced=request.verify, process=comm.rank, processes=comm.size)
     return ComparisonReport(lost, findings)
+
+
+def _compares_parts(mapped: MappedCheckpoint) -> bool:
+    """Tell whether parts are compared: if targets are packed, or no reader of a format that packs has looked at some."""
+    return mapped.has_files or not formats.info(mapped.files.format).packs
 
 
 def _compare_parts(mapped: MappedCheckpoint, plans: TargetPlans) -> None:

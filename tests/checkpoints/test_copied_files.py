@@ -68,3 +68,12 @@ def test_one_tensor_of_equal_parts_is_no_sign_of_copies(tmp_path: Path, equal: s
 def test_constants_are_no_sign_of_copies(tmp_path: Path, value: float) -> None:
     source = saved(tmp_path, {name: np.full((8, 8), value, np.float32) for name in NAMES})
     reshard_mpi.transform(source, tmp_path / "out")
+    assert all((array == value).all() for array in dict(reshard_mpi.load_rank(0, tmp_path / "out")).values())
+
+
+def test_constants_hide_no_copies(tmp_path: Path) -> None:
+    """Many an optimizer's state is all zeros yet, and comes before the weights."""
+    zeros = {f"a.{number}": np.zeros((8, number + 1), np.float32) for number in range(6)}
+    source = saved(tmp_path, zeros | drawn())
+    copy(source, 0, 1)
+    assert "are copies of one" in refused("transform", source, tmp_path / "out")

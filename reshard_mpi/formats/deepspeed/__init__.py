@@ -32,16 +32,8 @@ from reshard_mpi.formats.deepspeed.flat_groups import SizeError, in_slices, type
 from reshard_mpi.formats.deepspeed.other_saves import each_once, require_own_slices, warnings_of_other_saves
 from reshard_mpi.formats.deepspeed.packing import packed
 from reshard_mpi.formats.deepspeed.parameters import TrainedParameter, trained_parameters, with_shapes
-from reshard_mpi.formats.deepspeed.rank_files import LAYOUT_KEYS, ModelStates, named_tensors, optimizer_states_of, plain
-from reshard_mpi.formats.deepspeed.ranks import (
-    PARAMETERS,
-    Ranks,
-    RankStates,
-    TagFiles,
-    read_ranks,
-    require_own_files,
-    sorted_files,
-)
+from reshard_mpi.formats.deepspeed.rank_files import LAYOUT_KEYS, named_tensors, optimizer_states_of, plain
+from reshard_mpi.formats.deepspeed.ranks import PARAMETERS, Ranks, RankStates, TagFiles, read_ranks, sorted_files
 from reshard_mpi.formats.deepspeed.slice_rules import read_rules
 from reshard_mpi.formats.deepspeed.tensor_parallel import JOINED, JOINED_BY_STRATEGY, joined
 from reshard_mpi.formats.deepspeed.training_tree import DeepSpeedTraining, arranged
@@ -52,7 +44,6 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.nest import flatten_tree
 from reshard_mpi.formats.nest.nodes import Dict, NestError, Value, entry_of, text_pairs
 from reshard_mpi.formats.protocol import no_sums as stored_sums
-from reshard_mpi.formats.structure import step_in_name
 from reshard_mpi.formats.tensor_table import TensorEntry, TensorTable, TensorType
 from reshard_mpi.formats.torch import check_crc
 from reshard_mpi.formats.torch.file_content import FlatVector, HeldTensor, TensorPieces, held, read_content

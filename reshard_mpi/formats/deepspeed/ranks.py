@@ -40,10 +40,10 @@ _PREFIX = (
     r"(?:\.stages(?P<stages>[1-9]\d{0,8})\.layers(?P<layers>\d{1,9}(?:,\d{1,9})*))?"
     r"(?:\.experts(?P<experts>\d{1,9}(?:,\d{1,9})*))?"
 )
-_READ_BYTES = 1 << 18
 _EXPERT_OPTIMIZER = r"expp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_optim_states\.pt"
 # The folder of a universal checkpoint in which every parameter has one.
 PARAMETERS = "zero"
+_READ_BYTES = 1 << 18
 
 
 class Ranks(NamedTuple):
