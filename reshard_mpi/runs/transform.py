@@ -243,7 +243,7 @@ def _compare(plans: TargetPlans, planned: PlanReport, mine: Sequence[ReplicaGrou
 
 
 def _compares_parts(mapped: MappedCheckpoint) -> bool:
-    """Tell whether parts are compared: if targets are packed, or no reader of a format that packs has looked at some."""
+    """Tell whether parts are compared: targets are packed, or no reader of a format that packs has looked at some."""
     return mapped.has_files or not formats.info(mapped.files.format).packs
 
 
