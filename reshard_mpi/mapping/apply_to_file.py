@@ -27,7 +27,8 @@ from reshard_mpi.mapping.check_optimizers import (
 from reshard_mpi.mapping.dictionaries import NestedTensors, home_of, require_homes
 from reshard_mpi.mapping.direction import Inventory, UnfitMapError
 from reshard_mpi.mapping.follow_parameters import begin_in_target
-from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training, begins_of, in_order, named_tensors, training_in
+from reshard_mpi.mapping.numbered_optimizers import begins_of
+from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training, in_order, named_tensors, training_in
 from reshard_mpi.mapping.optimizers import STATE_KEY, Form, optimizers_in_nest, settings_of_all, unread_in
 from reshard_mpi.mapping.rename_values import renamed, without_emptied, without_left_out
 from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of

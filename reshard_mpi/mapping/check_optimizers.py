@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.nest import dictionaries_in, names_by_path
 from reshard_mpi.mapping.direction import Inventory
-from reshard_mpi.mapping.numbered_state import WRAPPERS, begins_of
+from reshard_mpi.mapping.numbered_optimizers import WRAPPERS, begins_of
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Form, Optimizer
 from reshard_mpi.mapping.result import DerivedTensor, taken_of
 from reshard_mpi.mapping.tensor_kinds import without_state_of_others

@@ -10,33 +10,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 from reshard_mpi.errors import MapError
 from reshard_mpi.formats.dtypes import BY_NAME
-from reshard_mpi.formats.nest import BUFFERS, entries_below, entries_of, names_by_path, pairs_of, value_of
+from reshard_mpi.formats.nest import entries_of, names_by_path, pairs_of
 from reshard_mpi.formats.nest.nodes import UNREADABLE, decoded, parsed, places
 from reshard_mpi.mapping.direction import Inventory, TemplateShapes
+from reshard_mpi.mapping.numbered_optimizers import (
+    BUFFER_NAMES,
+    OF_OPTIMIZER,
+    Numbered,
+    begins_of,
+    optimizers_in,
+    parameters_of_numbers,
+    state_of,
+)
 from reshard_mpi.sharding.state_names import STATE_WORDS
 
 # What state is called once its numbers are names, wherever the optimizer is in its file, unless another one has it.
 STATE = "optimizer.state."
-# What torch calls what a module keeps besides its tensors, behind the module's name (torch.nn.Module.get_extra_state).
-EXTRA_STATE = "_extra_state"
-# Tensors of a model that no optimizer changes. Users' own are not known if a parameter could have their type; where
-# there are any, the numbers do not come out.
-_BUFFERS = (*BUFFERS, EXTRA_STATE)
 # No buffer is called so.
 _TRAINED = ("weight", "bias")
 # Types that have no gradient in torch: positions, masks.
 _UNTRAINED = frozenset(dtype for dtype in BY_NAME.values() if "int" in dtype.name or dtype.name == "bool")
-_OF_OPTIMIZER = ("state", "param_groups")
-# What DistributedDataParallel, torch.compile, FSDP and trainers put before the names of all parameters of a model.
-WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "model")
 # Words in the names of models that no optimizer trains: averages of another one.
 _COPIES = frozenset(("average", "averaged", "avg", "ema", "shadow", "swa", "teacher"))
 _MAX_NAMED = 5
+_NOT_TOLD = "whose optimizer state each number is cannot be told"
 _REMEDY = (
     "give torch's optimizer named parameters, which it keeps in the file (AdamW(model.named_parameters())), or leave"
     " the state out (--exclude)"
@@ -56,21 +57,6 @@ _ORDER_REMEDY = (
     "convert torch's own file once more, since what earlier versions of this program made of it does not have the"
     f" order; or {_REMEDY}"
 )
-
-
-class ParameterGroup(NamedTuple):
-    """The numbers of parameters that an optimizer treats alike, and their names if the file says these."""
-
-    numbers: tuple[int, ...]
-    names: tuple[str, ...] | None
-
-
-class Numbered(NamedTuple):
-    """A dictionary of an optimizer."""
-
-    path: str  # what names of its tensors begin with
-    groups: tuple[ParameterGroup, ...]
-    has_values: bool = False  # whether its state has values besides tensors, such as counts of steps
 
 
 class Training(NamedTuple):
@@ -105,89 +91,166 @@ def training_in(nest: str | None, inventory: Inventory, alias: Mapping[str, str]
         return _training_in(nest, inventory, alias, where, are_values_state=False)
 
 
+class _Contents(NamedTuple):
+    """What a file has: its tensors, the dictionaries of its optimizers, and the others, which may be of a model."""
+
+    shapes: TemplateShapes
+    place: Mapping[str, int]  # of each tensor in the order of the model, as far as the nest has it
+    optimizers: Mapping[str, Numbered]  # by their paths
+    states: Mapping[str, Sequence[str]]  # the tensors in each of them
+    paths: frozenset[str]  # what names in each other dictionary begin with
+    others: tuple[str, ...]  # the tensors in no optimizer
+
+    def with_state(self, *, are_values_state: bool) -> list[str]:
+        """Return the paths of the optimizers that have state."""
+        return [
+            path
+            for path, optimizer in self.optimizers.items()
+            if (are_values_state and optimizer.has_values)
+            or any(state_of(optimizer, name) for name in self.states.get(path, ()))
+        ]
+
+    def models(self) -> dict[str, list[str]]:
+        """Return the tensors of each dictionary in no optimizer, in the order of the model."""
+        in_order = sorted(self.others, key=lambda name: self.place.get(name, len(self.place)))
+        return names_by_path(in_order, self.paths)
+
+    def whole(self) -> str:
+        """Return what names in the innermost dictionary begin with that has all tensors in no optimizer."""
+        models = names_by_path(self.others, self.paths)
+        return max((path for path, own in models.items() if len(own) == len(self.others)), default="")
+
+
+def _contents_of(nest: str, shapes: TemplateShapes, where: str) -> _Contents:
+    root, place = _parsed(nest, shapes, where)
+    try:
+        optimizers = {optimizer.path: optimizer for optimizer in optimizers_in(root, "")}
+        paths = frozenset(_paths_in(root, "", optimizers))
+    except RecursionError as error:
+        raise _unreadable(error, where) from None
+    states = names_by_path(shapes, optimizers)
+    if "" in states:
+        states[""] = [name for name in states[""] if name.startswith(begins_of(""))]
+    of_optimizers = frozenset[str]().union(*states.values())
+    others = tuple(name for name in shapes if name not in of_optimizers)
+    return _Contents(shapes, place, optimizers, states, paths, others)
+
+
 def _training_in(
     nest: str, inventory: Inventory, alias: Mapping[str, str], where: str, *, are_values_state: bool
 ) -> Training:
     """Find the training as `training_in` does. are_values_state: whether values without any tensor are state, too."""
     shapes = {name: kind.shape for name, kind in inventory.items()}
-    no_parameters = {*alias, *(name for name, kind in inventory.items() if kind.dtype in _UNTRAINED)}
-    root, place = _parsed(nest, shapes, where)
-    try:
-        optimizers = {optimizer.path: optimizer for optimizer in optimizers_in(root, "")}
-        paths = set(_paths_in(root, "", optimizers))
-    except RecursionError as error:
-        raise _unreadable(error, where) from None
-    below = names_by_path(shapes, optimizers)
-    if "" in below:
-        below[""] = [name for name in below[""] if name.startswith(begins_of(""))]
-    with_state = [
-        path
-        for path, optimizer in optimizers.items()
-        if (are_values_state and optimizer.has_values) or any(state_of(optimizer, name) for name in below.get(path, ()))
-    ]
-    others = dict.fromkeys(shapes, None)
-    for names in below.values():
-        for name in names:
-            others.pop(name, None)
-    models = names_by_path(others, paths)
-    stateless = Training(max((path for path, own in models.items() if len(own) == len(others)), default=""), None, {})
+    contents = _contents_of(nest, shapes, where)
+    stateless = Training(contents.whole(), None, {})
+    with_state = contents.with_state(are_values_state=are_values_state)
     has_state = bool(with_state)
-    if not has_state and len(optimizers) == 1:
+    if not has_state and len(contents.optimizers) == 1:
         # Groups that say their parameters' names go with these, though there is no state.
-        with_state = [path for path, each in optimizers.items() if all(group.names for group in each.groups)]
+        with_state = [path for path, each in contents.optimizers.items() if all(group.names for group in each.groups)]
     if not with_state:
         return stateless
     if len(with_state) > 1:
         raise _doubt("there are several optimizers", ", ".join(with_state[:_MAX_NAMED]), where)
-    optimizer = optimizers[with_state[0]]
+    optimizer = contents.optimizers[with_state[0]]
     are_named = all(group.names is not None for group in optimizer.groups)
-    unplaced = [name for name in others if name not in place]
-    if unplaced and not are_named:
-        raise MapError(
-            "torch numbers the optimizer's state by the order of the model's tensors, which is not known here",
-            expected="torch's own file, or a checkpoint that this program has made of it",
-            got=f"{'no order' if not place else 'an order without these'}: {', '.join(unplaced[:_MAX_NAMED])}",
-            where=where,
-            remedy=_ORDER_REMEDY,
-        )
-    models = names_by_path(sorted(others, key=lambda name: place.get(name, len(place))), paths)
-    by_path: dict[tuple[str, ...], str] = {}
-    problems = []
-    exact: list[tuple[str, ...]] = []  # the parameters of models with the very names of the optimizer
-    for is_wrapped in (False, True) if are_named else (False,):
-        exact = [*by_path]
-        for path, own in sorted(models.items(), key=lambda model: -len(model[0])):
-            inner = tuple(other for other in paths if other != path and other.startswith(path)) if is_wrapped else None
-            parameters, problem = _parameters(optimizer, path, own, shapes, no_parameters, inner)
-            beside = [name for name in own if not name.startswith(inner or ())]
-            if parameters and not (exact and _is_part(parameters, path, beside)):
-                by_path.setdefault(parameters, path)
-            elif not is_wrapped:
-                problems.append(f"{path.removesuffix('.') or 'the file'}: {problem}")
-    if [path for path in by_path.values() if not _is_copy(path)] == [by_path[parameters] for parameters in exact]:
-        by_path = {parameters: by_path[parameters] for parameters in exact} or by_path
-    if len(by_path) != 1 and not has_state:
+    if not are_named:
+        _require_order(contents, where)
+    models = contents.models()
+    no_parameters = {*alias, *(name for name, kind in inventory.items() if kind.dtype in _UNTRAINED)}
+    fitting, problems = _fitting_models(optimizer, models, contents, no_parameters, are_named=are_named)
+    if len(fitting) != 1 and not has_state:
         return stateless
-    if len(by_path) != 1:
-        got = " or ".join(by_path.values()) if by_path else "; ".join(problems[:_MAX_NAMED]) or "no parameters"
-        remedy = (_MODELS_REMEDY if by_path else _NAMES_REMEDY) if are_named else _REMEDY
-        raise _doubt("whose optimizer state each number is cannot be told", got, where, remedy)
-    ((parameters, prefix),) = by_path.items()
-    twin = None if are_named else _twin(parameters, prefix, models, shapes)
-    if twin is not None:
-        got = f"{prefix} or {twin or 'the file itself'}, which has tensors of these shapes too, and more"
-        raise _doubt("whose optimizer state each number is cannot be told", got, where, _TWIN_REMEDY)
-    other = None if are_named else _other_number(frozenset(parameters), models[prefix], alias, shapes)
-    if other is not None:
-        got = f"a number that is {other}'s, or that of a tensor in the same memory as another, which is none then"
-        raise _doubt("whose optimizer state each number is cannot be told", got, where)
-    gone = None if are_named else _gone(nest, prefix, optimizer, shapes)
-    if gone is not None:
-        raise _doubt("whose optimizer state each number is cannot be told", f"{gone} was left out before", where)
+    if len(fitting) != 1:
+        got = " or ".join(fitting.values()) if fitting else "; ".join(problems[:_MAX_NAMED]) or "no parameters"
+        remedy = (_MODELS_REMEDY if fitting else _NAMES_REMEDY) if are_named else _REMEDY
+        raise _doubt(_NOT_TOLD, got, where, remedy)
+    ((parameters, prefix),) = fitting.items()
+    if not are_named:
+        _require_no_other(parameters, prefix, models, alias, shapes, where)
+        gone = _gone(nest, prefix, optimizer, shapes)
+        if gone is not None:
+            raise _doubt(_NOT_TOLD, f"{gone} was left out before", where)
     numbers = [number for group in optimizer.groups for number in group.numbers]
     is_taken = any(name.startswith(STATE) and state_of(optimizer, name) is None for name in shapes)
     state = f"{optimizer.path}state." if is_taken else STATE
     return Training(prefix, optimizer, dict(zip(numbers, parameters)), are_named, state)
+
+
+def _require_order(contents: _Contents, where: str) -> None:
+    """Raise MapError if the order of a file's tensors in no optimizer is not known."""
+    unplaced = [name for name in contents.others if name not in contents.place]
+    if unplaced:
+        raise MapError(
+            "torch numbers the optimizer's state by the order of the model's tensors, which is not known here",
+            expected="torch's own file, or a checkpoint that this program has made of it",
+            got=f"{'no order' if not contents.place else 'an order without these'}: {', '.join(unplaced[:_MAX_NAMED])}",
+            where=where,
+            remedy=_ORDER_REMEDY,
+        )
+
+
+def _fitting_models(
+    optimizer: Numbered,
+    models: Mapping[str, Sequence[str]],
+    contents: _Contents,
+    no_parameters: Container[str],
+    *,
+    are_named: bool,
+) -> tuple[dict[tuple[str, ...], str], list[str]]:
+    """Return the parameters of models that the numbers fit, with the models' paths, and why they fit no others.
+
+    Names of an optimizer may lack, or have, what a wrapper puts before them. Models with its very names go before
+    others, unless one of these is no copy of a model.
+
+    Args:
+        models: the tensors of each, in order, by what their names begin with.
+        no_parameters: tensors that are others once more, or have a type that torch does not train.
+        are_named: whether the optimizer says its parameters' names.
+    """
+    fitting: dict[tuple[str, ...], str] = {}
+    problems = []
+    exact: list[tuple[str, ...]] = []  # the parameters of models with the very names of the optimizer
+    for is_wrapped in (False, True) if are_named else (False,):
+        exact = [*fitting]
+        for path, own in sorted(models.items(), key=lambda model: -len(model[0])):
+            inner = None
+            if is_wrapped:
+                inner = tuple(other for other in contents.paths if other != path and other.startswith(path))
+            parameters, problem = parameters_of_numbers(optimizer, path, own, contents.shapes, no_parameters, inner)
+            beside = [name for name in own if not name.startswith(inner or ())]
+            if parameters and not (exact and _is_part(parameters, path, beside)):
+                fitting.setdefault(parameters, path)
+            elif not is_wrapped:
+                problems.append(f"{path.removesuffix('.') or 'the file'}: {problem}")
+    if exact and [path for path in fitting.values() if not _is_copy(path)] == [fitting[each] for each in exact]:
+        fitting = {parameters: fitting[parameters] for parameters in exact}
+    return fitting, problems
+
+
+def _require_no_other(
+    parameters: Sequence[str],
+    prefix: str,
+    models: Mapping[str, Sequence[str]],
+    alias: Mapping[str, str],
+    shapes: TemplateShapes,
+    where: str,
+) -> None:
+    """Raise MapError if another model, or another parameter of this one, may have the numbers.
+
+    Args:
+        parameters: of the model at `prefix`.
+        models: the tensors of each, in order, by what their names begin with.
+        alias: tensors that are others once more, with the names of these.
+    """
+    twin = _twin(parameters, prefix, models, shapes)
+    if twin is not None:
+        got = f"{prefix} or {twin or 'the file itself'}, which has tensors of these shapes too, and more"
+        raise _doubt(_NOT_TOLD, got, where, _TWIN_REMEDY)
+    other = _other_number(frozenset(parameters), models[prefix], alias, shapes)
+    if other is not None:
+        got = f"a number that is {other}'s, or that of a tensor in the same memory as another, which is none then"
+        raise _doubt(_NOT_TOLD, got, where)
 
 
 def _is_part(parameters: Iterable[str], path: str, names: Iterable[str]) -> bool:
@@ -267,7 +330,7 @@ def _gone(nest: str, prefix: str, optimizer: Numbered, shapes: TemplateShapes) -
     """Return a tensor that the model had when its order was written down, and has no more; None if it has all."""
     for name in decoded(parsed(nest).order or ()):
         is_of_model = name.startswith(prefix) and not name.startswith(begins_of(optimizer.path))
-        if is_of_model and name not in shapes and name.rpartition(".")[2] not in _BUFFERS:
+        if is_of_model and name not in shapes and name.rpartition(".")[2] not in BUFFER_NAMES:
             return name
     return None
 
@@ -303,34 +366,6 @@ def _doubt(problem: str, got: str, where: str, remedy: str = _REMEDY) -> MapErro
     return MapError(problem, expected=expected, got=got, where=where, remedy=remedy)
 
 
-def optimizers_in(node: Any, path: str) -> Iterator[Numbered]:
-    """Yield the dictionaries of optimizers in a part of a nest. path: what names in this part begin with."""
-    groups = value_of(node, "param_groups")
-    if entries_below(node, "state") is not None and isinstance(groups, list) and groups:
-        read_groups = [_group(group) for group in groups]
-        is_told = value_of(node, "state") is not None or all(group and group.names is not None for group in read_groups)
-        if all(read_groups) and is_told:
-            states = (pairs_of(state) for _, state in pairs_of(value_of(node, "state")))
-            has_values = any(value is not None for pairs in states for _, value in pairs)
-            yield Numbered(path, tuple(group for group in read_groups if group is not None), has_values)
-            return
-    for key, value in pairs_of(node):
-        yield from optimizers_in(value, f"{path}{key}.")
-
-
-def _group(node: Any) -> ParameterGroup | None:
-    numbers, names = value_of(node, "params"), value_of(node, "param_names")
-    if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
-        return None
-    is_named = isinstance(names, list) and len(names) == len(numbers) and all(isinstance(name, str) for name in names)
-    return ParameterGroup(tuple(numbers), tuple(names) if is_named else None)
-
-
-def begins_of(path: str) -> tuple[str, ...]:
-    """Return what names in an optimizer's dictionary begin with. Beside an optimizer at the root there are models."""
-    return (path,) if path else tuple(f"{key}." for key in _OF_OPTIMIZER)
-
-
 def _paths_in(node: Any, path: str, without: Collection[str]) -> Iterator[str]:
     """Yield what names in each dictionary begin with, but for some optimizers."""
     if path and path in without:
@@ -338,91 +373,8 @@ def _paths_in(node: Any, path: str, without: Collection[str]) -> Iterator[str]:
     if entries_of(node) is not None:
         yield path
     for key, value in pairs_of(node):
-        if path not in without or key not in _OF_OPTIMIZER:
+        if path not in without or key not in OF_OPTIMIZER:
             yield from _paths_in(value, f"{path}{key}.", without)
-
-
-def state_of(optimizer: Numbered, name: str) -> tuple[int, str] | None:
-    """Return the number and the key of a tensor of an optimizer's state; None if it is none."""
-    begin = f"{optimizer.path}state."
-    if not name.startswith(begin):
-        return None
-    number, dot, key = name[len(begin) :].partition(".")
-    return (int(number), key) if dot and number.isdecimal() and len(number) < 10 else None
-
-
-def _parameters(
-    optimizer: Numbered,
-    path: str,
-    own: Sequence[str],
-    shapes: TemplateShapes,
-    no_parameters: Container[str],
-    inner: tuple[str, ...] | None,
-) -> tuple[tuple[str, ...], str]:
-    """Return the names of the parameters in the order of their numbers, or none and an error text.
-
-    Args:
-        no_parameters: tensors that are others once more, or have a type that torch does not train.
-        inner: paths of dictionaries in the model's, which are looked at by themselves, if the optimizer's names and
-            those of the model may begin otherwise, as behind a wrapper; None if they may not.
-    """
-    numbers = [number for group in optimizer.groups for number in group.numbers]
-    named = [group.names for group in optimizer.groups]
-    if len(set(numbers)) < len(numbers):
-        return (), "a number is in several groups"
-    if all(names is not None for names in named):
-        told = [name for names in named for name in names or ()]
-        begin, ends = (path, told) if inner is None else _behind_wrapper(path, told, own, inner)
-        parameters = [f"{begin}{name}" for name in ends]
-        absent = [name for name in parameters if name not in shapes]
-        if absent:
-            return (), f"no {absent[0]}"
-    else:
-        parameters = [name for name in own if name.rpartition(".")[2] not in _BUFFERS and name not in no_parameters]
-        if len(optimizer.groups) > 1:
-            return (), f"{len(optimizer.groups)} groups of parameters, and no names in them"
-        if len(parameters) != len(numbers) or numbers != sorted(numbers):
-            return (), f"{len(parameters)} parameters, and {len(numbers)} numbers"
-    name_of = dict(zip(numbers, parameters))
-    states = [(name, *state) for name in shapes if (state := state_of(optimizer, name)) is not None]
-    unknown = next((name for name, number, _ in states if number not in name_of), None)
-    if unknown is not None:
-        return (), f"{unknown}, whose number is in no group"
-    # A count of steps has one element, whatever the parameter. A key with the shape of one parameter has it of all.
-    like_parameters = {key for name, number, key in states if prod(shapes[name]) > 1}
-    for name, number, key in states:
-        parameter = name_of[number]
-        if shapes[name] != shapes[parameter] and (prod(shapes[name]) != 1 or key in like_parameters):
-            return (), f"{name} {list(shapes[name])} for {parameter} {list(shapes[parameter])}"
-    return tuple(parameters), ""
-
-
-def _behind_wrapper(
-    path: str, names: Sequence[str], own: Sequence[str], inner: tuple[str, ...]
-) -> tuple[str, Sequence[str]]:
-    """Return what names of a model begin with, and how an optimizer's go on: `module.` is before either, or neither.
-
-    Another first part of the optimizer's names may be that of another model.
-
-    Args:
-        path: what is before all of the model's; they are looked for with no more if nothing else fits them.
-        own: the names of the model; inner: what names begin with in dictionaries that its own has.
-    """
-    parted = [name.partition(".") for name in names]
-    ends_of_names = [names]
-    if any({first for first, _, _ in parted} == {wrapper} for wrapper in WRAPPERS):
-        ends_of_names.append([rest for _, _, rest in parted])
-    known = frozenset(own)
-    for ends in ends_of_names if names else ():
-        begins = {name.removesuffix(ends[0]) for name in own if f".{name}".endswith(f".{ends[0]}")}
-        fitting = [
-            begin
-            for begin in begins
-            if begin.startswith(path) and not begin.startswith(inner) and all(f"{begin}{end}" in known for end in ends)
-        ]
-        if len(fitting) == 1:
-            return fitting[0], ends
-    return path, names
 
 
 def named_tensors(training: Training, shapes: TemplateShapes, where: str, *, is_stripped: bool) -> dict[str, str]:

@@ -12,7 +12,8 @@ from reshard_mpi.formats.nest import dictionaries_in, entries_of, value_of
 from reshard_mpi.formats.nest.nodes import MODEL, decoded, parsed, written
 from reshard_mpi.mapping.dictionaries import has_below, moved, names_below, new_names_of
 from reshard_mpi.mapping.follow_parameters import MadeParameter, begin_in_target, beginning_of, made_in
-from reshard_mpi.mapping.numbered_state import EXTRA_STATE, Training
+from reshard_mpi.mapping.numbered_optimizers import EXTRA_STATE
+from reshard_mpi.mapping.numbered_state import Training
 from reshard_mpi.mapping.optimizers import (
     GROUPS,
     NOTHING,

@@ -21,7 +21,7 @@ from reshard_mpi.mapping.box_pairs import TermTensor
 from reshard_mpi.mapping.direction import Direction, Inventory
 from reshard_mpi.mapping.follow_parameters import is_copied
 from reshard_mpi.mapping.matching import Match
-from reshard_mpi.mapping.numbered_state import begins_of
+from reshard_mpi.mapping.numbered_optimizers import begins_of
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Form, Optimizer
 from reshard_mpi.mapping.result import DerivedTensor, MapResult
 from reshard_mpi.mapping.tensor_kinds import (

@@ -24,7 +24,8 @@ from reshard_mpi.formats.nest.nodes import UNREADABLE, NestError
 from reshard_mpi.formats.nest.rebuild_tree import leaves, values_beside
 from reshard_mpi.formats.protocol import OnBytes
 from reshard_mpi.mapping.direction import Inventory
-from reshard_mpi.mapping.numbered_state import WRAPPERS, Training, state_of, training_in
+from reshard_mpi.mapping.numbered_optimizers import WRAPPERS, state_of
+from reshard_mpi.mapping.numbered_state import Training, training_in
 from reshard_mpi.mapping.optimizers import optimizers_in_nest
 from reshard_mpi.mapping.tensor_kinds import TensorKind, ends_of, kin_of, kind_of, parted_anywhere
 from reshard_mpi.planning.rank_plan import Limits, TensorPlan, meeting
