@@ -17,7 +17,7 @@ from reshard_mpi.formats.nest import dictionaries_in
 from reshard_mpi.formats.nest.nodes import MODEL, is_whole_training, parsed
 from reshard_mpi.mapping.apply_rules import applied
 from reshard_mpi.mapping.carry_values import carried_into
-from reshard_mpi.mapping.chain import chain_in_files, chained, composed, parameters_of, steps_of
+from reshard_mpi.mapping.chain import chained, parameters_of, steps_of
 from reshard_mpi.mapping.check_optimizers import (
     MadeTensors,
     owners_by_names,
@@ -26,16 +26,16 @@ from reshard_mpi.mapping.check_optimizers import (
 )
 from reshard_mpi.mapping.dictionaries import NestedTensors, home_of, require_homes
 from reshard_mpi.mapping.direction import Inventory, UnfitMapError
-from reshard_mpi.mapping.follow_parameters import begin_in_target
+from reshard_mpi.mapping.follow_parameters import MadeParameter
+from reshard_mpi.mapping.names_in_files import NamedChain, Names, chain_below, chain_like, chain_whole
 from reshard_mpi.mapping.numbered_optimizers import begins_of
 from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training, in_order, named_tensors, training_in
 from reshard_mpi.mapping.optimizers import STATE_KEY, Form, optimizers_in_nest, settings_of_all, unread_in
-from reshard_mpi.mapping.rename_values import renamed, without_emptied, without_left_out
-from reshard_mpi.mapping.result import DerivedTensor, MapResult, taken_of
+from reshard_mpi.mapping.rename_values import NewNest, renamed, without_emptied, without_left_out
+from reshard_mpi.mapping.result import DerivedTensor, MapResult, names_taken
 from reshard_mpi.mapping.rules import Rules
 from reshard_mpi.mapping.selection import Selection, TargetTemplate, is_chosen
 from reshard_mpi.mapping.stranded_state import require_none_by_order
-from reshard_mpi.mapping.tensor_kinds import parted_anywhere
 
 
 class SourceTree(NamedTuple):
@@ -75,25 +75,7 @@ def applied_to_file(
     none of these. The same holds for the checkpoint of `like`.
     """
     if not rules:
-        training = NO_TRAINING
-        if choice.leaves_out and source.nest is not None:
-            in_order(source.nest, (), source.path)  # refuses a text that is no nest
-            with suppress(MapError):  # nothing tells whose state it is
-                training = training_in(source.nest, inventory, source.tied, source.path)
-        optimizers = optimizers_in_nest(source.nest, training) if choice.leaves_out else []
-        mapped = applied(None, choice._replace(owners=owners_by_names(optimizers, inventory)), inventory, forward)
-        sources_of = {tensor.name: _sources(tensor) for tensor in mapped.made}
-        used = frozenset[str]().union(*sources_of.values())
-        begins = tuple(begin for optimizer in optimizers for begin in begins_of(optimizer.path))
-        is_state_alone = choice.include is not None and all(name.startswith(begins) for name in used)
-        nest = source.nest
-        if nest is not None and choice.leaves_out and not is_state_alone:
-            target = MadeTensors({tensor.name: tensor for tensor in mapped.made}, sources_of)
-            require_own_state(((optimizer, optimizer) for optimizer in optimizers), inventory, target, source.path)
-            require_no_part_left_out(parsed(nest).root, optimizers, inventory, used, source.path)
-            nest = without_emptied(nest, training, inventory, sources_of)
-            nest = without_left_out(nest, training, inventory, sources_of, source.path)
-        return MappedFile((mapped,), mapped.made, nest)
+        return _without_maps(choice, inventory, source, forward)
     if source.nest is not None:
         inventory = {name: inventory[name] for name in in_order(source.nest, inventory, source.path)}
     training = _training(choice, inventory, source)
@@ -122,6 +104,29 @@ def applied_to_file(
     if not fitting:
         raise unfit[0]
     return fitting[0]
+
+
+def _without_maps(choice: Selection, inventory: Inventory, source: SourceTree, forward: bool | None) -> MappedFile:
+    """Return the tensors of a file as they are, but for those that are left out."""
+    training = NO_TRAINING
+    if choice.leaves_out and source.nest is not None:
+        in_order(source.nest, (), source.path)  # refuses a text that is no nest
+        with suppress(MapError):  # nothing tells whose state it is
+            training = training_in(source.nest, inventory, source.tied, source.path)
+    optimizers = optimizers_in_nest(source.nest, training) if choice.leaves_out else []
+    mapped = applied(None, choice._replace(owners=owners_by_names(optimizers, inventory)), inventory, forward)
+    sources_of = {tensor.name: names_taken(tensor) for tensor in mapped.made}
+    used = frozenset[str]().union(*sources_of.values())
+    begins = tuple(begin for optimizer in optimizers for begin in begins_of(optimizer.path))
+    is_state_alone = choice.include is not None and all(name.startswith(begins) for name in used)
+    nest = source.nest
+    if nest is not None and choice.leaves_out and not is_state_alone:
+        target = MadeTensors({tensor.name: tensor for tensor in mapped.made}, sources_of)
+        require_own_state(((optimizer, optimizer) for optimizer in optimizers), inventory, target, source.path)
+        require_no_part_left_out(parsed(nest).root, optimizers, inventory, used, source.path)
+        nest = without_emptied(nest, training, inventory, sources_of)
+        nest = without_left_out(nest, training, inventory, sources_of, source.path)
+    return MappedFile((mapped,), mapped.made, nest)
 
 
 def _takes_others_alone(mapped: MappedFile, outside: frozenset[str], of_optimizers: tuple[str, ...]) -> bool:
@@ -163,124 +168,119 @@ def _mapped(
         home: what names of the model of a numbered optimizer begin with in the target, if its dictionary is known.
     """
     is_stripped = is_below or like is not None
-    shapes = {name: kind.shape for name, kind in inventory.items()}
-    named = named_tensors(training, shapes, source.path, is_stripped=is_stripped)
-    optimizers = optimizers_in_nest(source.nest, training)
-    of_optimizers = tuple(begin for optimizer in optimizers for begin in begins_of(optimizer.path))
-    prefix = training.prefix if is_stripped else ""
-    of_parameters: frozenset[str] = frozenset()  # state beside optimizers, with whole names of parameters
-    if is_below:
-        below = {_named_below(name, prefix, shapes, of_optimizers): in_file for name, in_file in named.items()}
-        of_parameters = frozenset(below[name] for name in below.keys() - named.keys())
-        named = below
-    plain = {name: inventory[in_file] for name, in_file in named.items()}
-    told = owners_by_names(optimizers, inventory).items()
-    apart = beside = {
-        name: own for name, own in named.items() if name == own or (is_below and not own.startswith(prefix))
-    }
-    choice = choice._replace(
-        owners={state.removeprefix(prefix): owner.removeprefix(prefix) for state, owner in told},
-        beside=frozenset(name for name, own in named.items() if own in choice.beside or own.startswith(of_optimizers)),
-    )
-    # First all is named, so that something is left out by its name in the target.
-    selects = not is_below or not choice.leaves_out
+    names = Names.of(training, source.nest, inventory, source.path, is_stripped=is_stripped, is_below=is_below)
+    of_maps = names.chosen(choice, inventory)
+    tensors = {name: inventory[in_file] for name, in_file in names.in_file.items()}
     settings = settings_of_all(training, source.nest)
-    begin = training.prefix  # what names of the model begin with in the target, and names in the optimizer do not
-    while True:
-        in_target = _below_prefix(training, apart) if is_below else _names_in_target(training, like, begin)
-        asked = choice if selects else choice._replace(include=None, exclude=())
-        try:
-            chain = tuple(chained(rules, asked._replace(named=in_target), plain, forward, like, settings))
-        except MapError:
-            if selects:
-                raise
-            selects = True  # what is in the way may be left out
-            continue
-        in_files = chain_in_files(chain, named, in_target)
-        all_made = composed(in_files)
-        if is_below:
-            sources_by_name = {own.name: _sources(tensor) for own, tensor in zip(chain[-1].made, all_made, strict=True)}
-            strangers = _made_apart(training, chain, sources_by_name, of_optimizers, of_parameters)
-            if not strangers.keys() <= apart.keys():
-                apart = strangers | apart
-                continue
-            if not selects:
-                selects = True
-                continue
-        begin_before = begin
-        if not is_stripped:
-            begin = _begin_in_target(training, all_made) if home is None else home
-        if begin == begin_before:
-            break
-    _require_different(in_files[-1], chain[-1], source.path)
-    _require_read(source, all_made)
-    notes = tuple(_told_of_order(training, source.path))
-    all_parameters = [*parameters_of(in_files[0]._replace(made=all_made))]
-    sources_of = {parameter.name: parameter.sources for parameter in all_parameters}
-    target = MadeTensors({tensor.name: tensor for tensor in all_made}, sources_of)
+
+    def apply(in_target: Callable[[str], str], selects: bool) -> Sequence[MapResult]:
+        asked = of_maps if selects else of_maps._replace(include=None, exclude=())
+        return tuple(chained(rules, asked._replace(named=in_target), tensors, forward, like, settings))
+
+    if is_below:
+        chain = chain_below(names, apply, leaves_out=choice.leaves_out)
+    elif like is not None:
+        chain = chain_like(names, apply, like.named)
+    else:
+        chain = chain_whole(names, apply, home)
+    _require_different(chain.in_files[-1], chain.by_maps[-1], source.path)
+    _require_read(source, chain.made)
     if source.nest is not None:
         of_like = (None, ()) if like is None else (like.nest, tuple(like.training.parameters.values()))
-        require_none_by_order(source.nest, optimizers, inventory, in_files, all_made, *of_like, source.path)
-    tensors = [*_names_made(in_files[-1])]
-    if like is not None:
-        notes += tuple(_told_of_order(like.training, like.path))
-        if like.nest is None or source.nest is None:
-            return MappedFile(in_files, all_made, like.nest, notes)
-        # By their names in the target's file.
-        new = carried_into(like.nest, source.nest, training, like.training, inventory, all_parameters, source.path)
-        names = [like.named.get(name, name) for name in like.shapes]
-        nest = without_emptied(new.text, like.training, names, tensors)
-        require_own_state(new.known, inventory, target, source.path)
-        unknown = (
-            f"the settings of {path}param_groups are those of {like.path}: without the optimizer's state in both"
-            " checkpoints nothing tells which group is which"
-            for path in new.unknown
+        require_none_by_order(
+            source.nest, names.optimizers, inventory, chain.in_files, chain.made, *of_like, source.path
         )
-        return MappedFile(in_files, all_made, nest, (*notes, *unknown), new.warnings)
+    if like is not None:
+        return _nested_as_like(like, source.nest, names, chain, inventory, source.path)
     if source.nest is None:
-        return MappedFile(in_files, all_made, None)
-    used = frozenset[str]().union(*sources_of.values())
-    nest = without_emptied(source.nest, training, inventory, used)
-    between = [composed(in_files[:number]) for number in range(1, len(in_files))]
-    in_target_of = [in_target] * len(between)
-    if is_below:
-        sources_between = [{tensor.name: _sources(tensor) for tensor in made} for made in between]
-        strangers_of = [
-            _made_apart(training, chain[:number], sources, of_optimizers, of_parameters)
-            for number, sources in enumerate(sources_between, 1)
-        ]
-        in_target_of = [_below_prefix(training, beside | strangers) for strangers in strangers_of]
-    steps = [*steps_of(in_files, in_target_of)] if between else ()
-    new = renamed(nest, training._replace(prefix=begin), inventory, all_parameters, tensors, source.path, steps)
-    if home is None and begin != training.prefix:
-        home = _home(new.text, training, all_made)
-        if home != begin:  # another thing may have the place, or several maps move what is in the dictionary, too
-            return _mapped(rules, choice, inventory, source, training, forward, like, is_below=is_below, home=home)
-    require_own_state(new.known, inventory, target, source.path)
-    nested = NestedTensors.of(inventory, parsed(source.nest).root), NestedTensors.of(tensors, parsed(new.text).root)
-    require_homes(new.known, *nested, sources_of, source.path)
+        return MappedFile(chain.in_files, chain.made, None)
+    made = _AllMade.of(chain)
+    new = _moved_nest(source.nest, names, chain, made, inventory, source.path)
+    if home is None and chain.begin != training.prefix:
+        home = _home(new.text, training, chain.made)
+        if home != chain.begin:  # another thing may have the place, or several maps move what is in the dictionary, too
+            return _mapped(rules, choice, inventory, source, training, forward, like, home=home)
+    return _nested_as_source(source.nest, new, names, chain, made, inventory, source.path)
+
+
+class _AllMade(NamedTuple):
+    """All that maps make of a source's tensors, by names in the target's file."""
+
+    parameters: Sequence[MadeParameter]
+    tensors: Sequence[str]  # constants and numbers, too
+    made: MadeTensors
+
+    @classmethod
+    def of(cls, chain: NamedChain) -> _AllMade:
+        parameters = [*parameters_of(chain.in_files[0]._replace(made=chain.made))]
+        sources_of = {parameter.name: parameter.sources for parameter in parameters}
+        made = MadeTensors({tensor.name: tensor for tensor in chain.made}, sources_of)
+        return cls(parameters, [*_names_made(chain.in_files[-1])], made)
+
+
+def _nested_as_like(
+    like: TargetTemplate, nest: str | None, names: Names, chain: NamedChain, inventory: Inventory, where: str
+) -> MappedFile:
+    """Return what maps have made, nested as `like` is, with the values that its nest and the source's both have.
+
+    Args:
+        nest: of the source; where: its path, for errors.
+    """
+    notes = (*_told_of_order(names.training, where), *_told_of_order(like.training, like.path))
+    if like.nest is None or nest is None:
+        return MappedFile(chain.in_files, chain.made, like.nest, notes)
+    all_made = _AllMade.of(chain)
+    new = carried_into(like.nest, nest, names.training, like.training, inventory, all_made.parameters, where)
+    in_like = [like.named.get(name, name) for name in like.shapes]
+    text = without_emptied(new.text, like.training, in_like, all_made.tensors)
+    require_own_state(new.known, inventory, all_made.made, where)
+    unknown = (
+        f"the settings of {path}param_groups are those of {like.path}: without the optimizer's state in both"
+        " checkpoints nothing tells which group is which"
+        for path in new.unknown
+    )
+    return MappedFile(chain.in_files, chain.made, text, (*notes, *unknown), new.warnings)
+
+
+def _moved_nest(
+    nest: str, names: Names, chain: NamedChain, all_made: _AllMade, inventory: Inventory, where: str
+) -> NewNest:
+    """Return the source's nest with the new names of what maps have renamed, without what they have emptied."""
+    used = frozenset[str]().union(*all_made.made.sources_of.values())
+    nest = without_emptied(nest, names.training, inventory, used)
+    steps = [*steps_of(chain.in_files, chain.in_target[:-1])] if len(chain.in_files) > 1 else ()
+    training = names.training._replace(prefix=chain.begin)
+    return renamed(nest, training, inventory, all_made.parameters, all_made.tensors, where, steps)
+
+
+def _nested_as_source(
+    nest: str,
+    new: NewNest,
+    names: Names,
+    chain: NamedChain,
+    all_made: _AllMade,
+    inventory: Inventory,
+    where: str,
+) -> MappedFile:
+    """Return what maps have made in a nest that has come of the source's, once optimizers find their state there."""
+    made = all_made.made
+    require_own_state(new.known, inventory, made, where)
+    nested = (
+        NestedTensors.of(inventory, parsed(nest).root),
+        NestedTensors.of(all_made.tensors, parsed(new.text).root),
+    )
+    require_homes(new.known, *nested, made.sources_of, where)
+    notes = [*_told_of_order(names.training, where)]
     begins = tuple(f"{each.path}state." for each, _ in new.known if each.form is not Form.FLAT)
-    if training.optimizer is not None or any(derived.name.startswith(begins) for derived in all_made):
+    if names.training.optimizer is not None or any(derived.name.startswith(begins) for derived in chain.made):
         # Its own load_state_dict takes the states of a group by their places, whatever their names.
         by_names = "the optimizer's state goes by names of parameters, as torch's set_optimizer_state_dict takes it"
-        notes = (by_names, *notes)
-    notes += tuple(
+        notes = [by_names, *notes]
+    notes += (
         f"the groups of {path}param_groups stay as they are: without the optimizer's state nothing tells whose they are"
         for path in new.unknown
     )
-    return MappedFile(in_files, all_made, new.text, notes, new.warnings)
-
-
-def _named_below(name: str, prefix: str, shapes: Container[str], of_optimizers: tuple[str, ...]) -> str:
-    """Return the name that maps see of state with its parameter's whole name (`moment1.model.w`); others as they are.
-
-    States in optimizers have the names below.
-    """
-    is_whole = f".{prefix}" in name and not name.startswith(of_optimizers)
-    parted = parted_anywhere(name, shapes) if is_whole else None
-    if parted is None or not parted[0].startswith(prefix):
-        return name
-    return parted[1].around(parted[0].removeprefix(prefix))
+    return MappedFile(chain.in_files, chain.made, new.text, tuple(notes), new.warnings)
 
 
 def _told_of_order(training: Training, path: str) -> Iterator[str]:
@@ -307,91 +307,11 @@ def _training(choice: Selection, inventory: Inventory, source: SourceTree) -> Tr
         return training
 
 
-def _begin_in_target(training: Training, made: Sequence[DerivedTensor]) -> str:
-    """Return what names of the model of a numbered optimizer begin with in the target, if its dictionary is there."""
-    begin, parameters = training.prefix, frozenset(training.parameters.values())
-    pairs = ((tensor.name, _sources(tensor)) for tensor in made)
-    of_model = [(name, own) for name, own in pairs if begin and any(source.startswith(begin) for source in own)]
-    has_parameters = any(not parameters.isdisjoint(own) for _, own in of_model)
-    return begin_in_target(begin, of_model) if has_parameters else begin
-
-
 def _home(nest: str, training: Training, made: Iterable[DerivedTensor]) -> str:
     """Return what names begin with in the innermost dictionary that has all parameters of a numbered optimizer."""
     parameters = frozenset(training.parameters.values())
-    names = [tensor.name for tensor in made if not parameters.isdisjoint(_sources(tensor))]
+    names = [tensor.name for tensor in made if not parameters.isdisjoint(names_taken(tensor))]
     return home_of(names, (path for path, _ in dictionaries_in(parsed(nest).root)))
-
-
-def _names_in_target(training: Training, like: TargetTemplate | None, begin: str) -> Callable[[str], str]:
-    """Return what tensors are called in the target's file; without `like`, state goes by the names of parameters.
-
-    Args:
-        begin: what names of the model begin with there; names in the optimizer go by its dictionary.
-    """
-    if like is not None:
-        return lambda name: like.named.get(name, name)
-    path = "" if training.optimizer is None else training.optimizer.path
-
-    def renamed(name: str) -> str:
-        if training.optimizer is None or not name.startswith(training.state):
-            return name
-        return f"{path}state.{name.removeprefix(training.state).removeprefix(begin)}"
-
-    return renamed
-
-
-def _below_prefix(training: Training, apart: Mapping[str, str]) -> Callable[[str], str]:
-    """Return what tensors are called in a target that has the model where the source has it.
-
-    Args:
-        apart: the names of tensors that are not in the model, and what these are called in the target.
-    """
-    below = training.prefix
-    return lambda name: apart.get(name) or (name if name.startswith(training.state) else f"{below}{name}")
-
-
-def _made_apart(
-    training: Training,
-    chain: Sequence[MapResult],
-    sources_of: Mapping[str, Collection[str]],
-    of_optimizers: tuple[str, ...],
-    of_parameters: frozenset[str],
-) -> dict[str, str]:
-    """Return the names of tensors that do not go into the model, and what these are called in the target.
-
-    What lies beside the model stays there, whatever it is called: `ema.w`, `average.w`. State that a map names after
-    parameters has their whole names: `moment1.model.w`, `moment1.critic.w`. So has what is made up as state. Numbers
-    that are computed, and what is made up beside what lies beside the model, have no other names.
-
-    Args:
-        chain: the maps' results by plain names.
-        sources_of: by the names that maps give, the names of the sources in the file.
-        of_optimizers: what names in optimizers begin with.
-        of_parameters: state of the file that has the whole names of its parameters.
-    """
-    numbers: set[str] = set()
-    made_up: set[str] = set()
-    for mapped in chain:
-        made = [(tensor.name, _sources(tensor)) for tensor in mapped.made] if numbers or made_up else []
-        numbers = {name for name, own in made if own and numbers.issuperset(own)} | {n.name for n in mapped.computed}
-        numbers |= {constant.name for constant in mapped.constants if constant.name in mapped.beside}
-        made_up = {name for name, own in made if own and made_up.issuperset(own)} | {c.name for c in mapped.constants}
-    states = {name for name, own in sources_of.items() if own and all(each.startswith(of_optimizers) for each in own)}
-    parameters = sources_of.keys() - states - made_up - numbers
-    model = training.prefix.rstrip(".")
-    outside = {
-        name for name, own in sources_of.items() if own and all(source.partition(".")[0] != model for source in own)
-    }
-    of_state = states | made_up | {name for name in outside if of_parameters.issuperset(sources_of[name])}
-    named_as_state = {name for name in of_state if not name.startswith((training.state, *of_optimizers))}
-    names = {name: name for name in numbers | outside | (named_as_state & states)}
-    for name in named_as_state:
-        parted = parted_anywhere(name, parameters)
-        if parted is not None:
-            owner, affixes = parted
-            names[name] = affixes.around(owner if owner in outside else f"{training.prefix}{owner}")
-    return names
 
 
 def _require_different(in_file: MapResult, plain: MapResult, path: str) -> None:
@@ -418,7 +338,7 @@ def _require_read(source: SourceTree, made: Iterable[DerivedTensor]) -> None:
     """Raise MapError if state gets other names in an optimizer whose groups cannot be read."""
     paths = [] if source.nest is None else [f"{path}{STATE_KEY}." for path in unread_in(parsed(source.nest).root)]
     for tensor in made if paths else ():
-        moved = [name for name in _sources(tensor) if name != tensor.name and name.startswith(tuple(paths))]
+        moved = [name for name in names_taken(tensor) if name != tensor.name and name.startswith(tuple(paths))]
         if moved:
             raise MapError(
                 "the groups of an optimizer name its parameters in a way that cannot be read, and would keep old names",
@@ -427,10 +347,6 @@ def _require_read(source: SourceTree, made: Iterable[DerivedTensor]) -> None:
                 where=source.path,
                 remedy="save the groups as torch does, or leave the optimizer out (--exclude)",
             )
-
-
-def _sources(tensor: DerivedTensor) -> frozenset[str]:
-    return frozenset(tensor.sources[place] for place in taken_of(tensor))
 
 
 def _names_made(mapped: MapResult) -> Iterator[str]:

@@ -178,6 +178,11 @@ def taken_of(tensor: DerivedTensor) -> tuple[TermTensor, ...]:
     return tuple(dict.fromkeys(pair.source for pair in tensor.assembly.pairs)) or tuple(tensor.sources)
 
 
+def names_taken(tensor: DerivedTensor) -> frozenset[str]:
+    """Return the names of the tensors that a tensor is made of."""
+    return frozenset(tensor.sources[place] for place in taken_of(tensor))
+
+
 class ConstantTensor(NamedTuple):
     """A tensor that is made up.
 
