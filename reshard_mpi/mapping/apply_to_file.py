@@ -8,7 +8,7 @@ takes the names that the one before it has made, so the numbers of the files mat
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ from reshard_mpi.mapping.direction import Inventory, UnfitMapError
 from reshard_mpi.mapping.follow_parameters import MadeParameter
 from reshard_mpi.mapping.names_in_files import NamedChain, Names, chain_below, chain_like, chain_whole
 from reshard_mpi.mapping.numbered_optimizers import begins_of
-from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training, in_order, named_tensors, training_in
+from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training, in_order, training_in
 from reshard_mpi.mapping.optimizers import STATE_KEY, Form, optimizers_in_nest, settings_of_all, unread_in
 from reshard_mpi.mapping.rename_values import NewNest, renamed, without_emptied, without_left_out
 from reshard_mpi.mapping.result import DerivedTensor, MapResult, names_taken

@@ -6,7 +6,7 @@ model into its dictionary, what lies beside it beside it, and state into its opt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import MapError

@@ -59,7 +59,7 @@ def require_none_stranded(kept: Iterable[str], taken: Iterable[Match], inventory
         return
     shapes = {name: kind.shape for name, kind in inventory.items()}
     matches = [match for match in taken if not _is_left(match, shapes)]
-    parameters = _byends_of_names(matches)
+    parameters = _by_ends_of_names(matches)
     others = [name for name in inventory if not is_named_like_state(name)]
     match_of = {name: match for match in matches for name in match.names}
     for name in joined:
@@ -210,7 +210,7 @@ def require_none_as_parameter(
     states = [name for name in names if any(target in chosen for target in match_of[name].targets.values())]
     if not states:
         return
-    parameters = _byends_of_names(match for match in taken if not _is_left(match, shapes))
+    parameters = _by_ends_of_names(match for match in taken if not _is_left(match, shapes))
     others = [name for name in inventory if not is_named_like_state(name)]
     ends = frozenset(end for name in others if name not in match_of for end in (dotted(name), *ends_of(name)))
     for name in states:
@@ -269,7 +269,7 @@ def _is_numbered(name: str, ends: Container[str]) -> bool:
     return all(f"{number[1]}.{'.'.join(parts[:length])}" not in ends for length in range(1, len(parts)))
 
 
-def _byends_of_names(taken: Iterable[Match]) -> Mapping[str, Sequence[tuple[str, Match]]]:
+def _by_ends_of_names(taken: Iterable[Match]) -> Mapping[str, Sequence[tuple[str, Match]]]:
     """Return parameters by their names' ends, after the first parts: a model and its copy have equal ones."""
     named = ((name, match) for match in taken for name in match.names)
     # An equation may be of state.

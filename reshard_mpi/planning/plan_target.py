@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from reshard_mpi.errors import CoverageError, DisagreementError, ReshardError, StrategyError
 from reshard_mpi.formats.manifest import ShardIdentity, apart_error
 from reshard_mpi.groups import grouped
-from reshard_mpi.planning.comparison_choice import replicas_to_compare
+from reshard_mpi.planning.comparison_choice import ReplicaGroup, replicas_to_compare
 from reshard_mpi.planning.rank_choice import GradientShare, Replicas, choose_holders
 from reshard_mpi.planning.rank_plan import Group, PlannedTensors, RankPlan, ReadGroup, SharedFact
 from reshard_mpi.planning.shared_facts import (
@@ -41,58 +41,32 @@ def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
     """
     policy = target.policy
     absent = _absent(target)
-    groups: list[Group] = []
     choices = _choose(target)
     read_ranks = {rank for chosen in choices for rank in chosen}
     in_order = sorted(target.manifests, key=lambda rank: (rank not in read_ranks, rank != target.home, rank))
     common = CommonStrings.of(target.manifests, in_order)
-    holes: dict[str, ReshardError] = dict(_state_of_other_stages(target, common))
-    for error in holes.values():
-        if not policy.allows_holes:
-            raise error
-    unfit = grouped((held.kind, name) for name, held in target.class_by_name.items() if name in holes) if holes else {}
-    for held, chosen in zip(target.classes, choices):
-        if unfit:
-            held = held._replace(names=[name for name in held.names if name not in holes])
-        read_groups = _read_groups(target, held, chosen) if held.names else ()
-        if isinstance(read_groups, ReshardError):
-            if not policy.allows_holes:
-                raise read_groups
-            holes |= dict.fromkeys(held.names, read_groups)
-            read_groups = ()
-        groups.append(Group(held.kind, held.names, read_groups))
-    own_group = {name: number for number, names in enumerate(unfit.values(), len(groups)) for name in names}
-    groups += [Group(kind, names, ()) for kind, names in unfit.items()]
-    group_of = (own_group.get(name, held.number) for name, held in target.class_by_name.items())
-    tensors = PlannedTensors(groups, array("I", group_of))
+    planned, holes = _planned_tensors(target, choices, dict(_state_of_other_stages(target, common)))
     same_world = target.strategy.world_size == target.source_strategy.world_size
     stage_of = target.source_strategy.stage_of
     checks = list(agreement_checks(target.tensors, target.class_by_name, stage_of, same_world=same_world))
-    warnings = list(_not_its_own(target)) if same_world and target.rank in target.lost else []
+    tensors = planned
+    files_missing: list[str] = []
     if any(manifest.tensors.in_pieces for manifest in target.manifests.values()):
         from reshard_mpi.planning.chunk_reads import ChunkReads, missing_files
 
         reads = ChunkReads(target.rank, target.strategy.world_size, allows_holes=policy.allows_holes)
-        tensors = reads.planned(tensors)
-        checks += reads.checks(groups, policy.replicas)
+        tensors = reads.planned(planned)
+        checks += reads.checks(planned.groups, policy.replicas)
         holes |= reads.holes
         for manifest in target.manifests.values():
-            warnings += missing_files(manifest.tensors)
-    warnings += unlike_by_group(target.manifests, in_order)
-    if target.source_strategy.stages > 1:
-        reasons = dict.fromkeys(why for apart in common.apart.values() for why in apart.values())
-        warnings += (
-            f"optimizers of stages cannot be joined, and those of the first are kept: {why}" for why in reasons
-        )
-        if not reasons:
-            warnings += numbers_of_stages(common.strings, target.manifests, stage_of)
-    taken = ((held.names, held.group, held.layout) for held in target.classes if held.share is GradientShare.TAKEN)
-    alike = list(replicas_to_compare(taken, target.layouts.box, policy.replicas, target.source_strategy.alike))
+            files_missing += missing_files(manifest.tensors)
+    warnings = (
+        *(_not_its_own(target) if same_world and target.rank in target.lost else ()),
+        *files_missing,
+        *unlike_by_group(target.manifests, in_order),
+        *_warnings_of_stages(target, common),
+    )
     joining = target.joining
-    if joining is not None and policy.replicas is not Replicas.ANY:
-        for held in target.classes:
-            if held.share is GradientShare.JOINED:
-                alike += joining.distinct_copies(held.names, held.parts, held.group.dtype.itemsize_bytes)
     unlisted = frozenset(name for held in target.classes if not held.group.listed for name in held.names)
     drops_strings = policy.unlisted is Unlisted.DROP
     return RankPlan(
@@ -108,14 +82,71 @@ def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
         unlisted=unlisted,
         unplaced=frozenset(name for name in unlisted if not target.layouts.lists(name)),
         shared_facts=tuple(_shared(target)),
-        to_compare=tuple(alike),
-        lost=_replaced(target, groups) if target.lost else (),
-        warnings=tuple(warnings),
+        to_compare=tuple(_to_compare(target)),
+        lost=_replaced(target, planned.groups) if target.lost else (),
+        warnings=warnings,
         left_out=tuple(left_out_of(target.manifests)),
         gradients=() if joining is None else joining.gradients((held.names, held.group) for held in target.classes),
         holes=holes,
         value_ranks=() if drops_strings else common.ranks,
     )
+
+
+def _planned_tensors(
+    target: TargetTensors, choices: Sequence[Sequence[int | None]], unfit: Mapping[str, ReshardError]
+) -> tuple[PlannedTensors, dict[str, ReshardError]]:
+    """Return where all tensors are read from, and those that nobody has, with the errors.
+
+    Args:
+        choices: the rank that each part of each class is read from.
+        unfit: tensors that cannot be taken.
+
+    Raises one of the errors unless holes are allowed.
+    """
+    allows_holes = target.policy.allows_holes
+    for error in unfit.values():
+        if not allows_holes:
+            raise error
+    holes = dict(unfit)
+    groups: list[Group] = []
+    for held, chosen in zip(target.classes, choices):
+        if unfit:
+            held = held._replace(names=[name for name in held.names if name not in unfit])
+        read_groups = _read_groups(target, held, chosen) if held.names else ()
+        if isinstance(read_groups, ReshardError):
+            if not allows_holes:
+                raise read_groups
+            holes |= dict.fromkeys(held.names, read_groups)
+            read_groups = ()
+        groups.append(Group(held.kind, held.names, read_groups))
+    # A group of its own for each kind of those, so that they keep their places.
+    apart = grouped((held.kind, name) for name, held in target.class_by_name.items() if name in unfit) if unfit else {}
+    own_group = {name: number for number, names in enumerate(apart.values(), len(groups)) for name in names}
+    groups += [Group(kind, names, ()) for kind, names in apart.items()]
+    group_of = (own_group.get(name, held.number) for name, held in target.class_by_name.items())
+    return PlannedTensors(groups, array("I", group_of)), holes
+
+
+def _warnings_of_stages(target: TargetTensors, common: CommonStrings) -> Iterator[str]:
+    """Yield why optimizers of the source's stages are not joined, or what tells that their numbers are not one's."""
+    if target.source_strategy.stages == 1:
+        return
+    reasons = dict.fromkeys(why for apart in common.apart.values() for why in apart.values())
+    for why in reasons:
+        yield f"optimizers of stages cannot be joined, and those of the first are kept: {why}"
+    if not reasons:
+        yield from numbers_of_stages(common.strings, target.manifests, target.source_strategy.stage_of)
+
+
+def _to_compare(target: TargetTensors) -> Iterator[ReplicaGroup]:
+    """Yield the replicas that must be alike, of tensors that are taken and of gradients that are joined."""
+    replicas, joining = target.policy.replicas, target.joining
+    taken = ((held.names, held.group, held.layout) for held in target.classes if held.share is GradientShare.TAKEN)
+    yield from replicas_to_compare(taken, target.layouts.box, replicas, target.source_strategy.alike)
+    if joining is not None and replicas is not Replicas.ANY:
+        for held in target.classes:
+            if held.share is GradientShare.JOINED:
+                yield from joining.distinct_copies(held.names, held.parts, held.group.dtype.itemsize_bytes)
 
 
 def _state_of_other_stages(target: TargetTensors, common: CommonStrings) -> Iterator[tuple[str, DisagreementError]]:
