@@ -1,8 +1,11 @@
-"""Hold checkpoints against what was committed, where their files have no records (`commit_of`, `is_to_be_held`)."""
+"""Check a whole checkpoint: its shards together (`check_together`), and against what was committed (`commit_of`).
+
+Tensors are held against the commit where the files have no records of their own (`is_to_be_held`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -12,24 +15,35 @@ from reshard_mpi.checkpoints.join_files import names_in_branches
 from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.checkpoints.source import SourceCheckpoint, locate
 from reshard_mpi.engine.checksums import sum_of_whole, sum_tensors
-from reshard_mpi.errors import DisagreementError, ShardError
+from reshard_mpi.errors import DamageError, DisagreementError, ShardError, of_parts
 from reshard_mpi.filesystem.paths import absolute_path, rank_of_folder, real_path
-from reshard_mpi.filesystem.source_files import exists
+from reshard_mpi.filesystem.source_files import exists, is_folder, is_taken
 from reshard_mpi.formats.manifest import TensorSpec
 from reshard_mpi.formats.protocol import OnBytes
 from reshard_mpi.journal.commit import is_of_these_targets
-from reshard_mpi.journal.record_files import COMMIT_RECORD
-from reshard_mpi.journal.record_finder import damage_besides, folder_of_records, holds_another
-from reshard_mpi.journal.run_records import CommitRecord
+from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, recorded_ranks
+from reshard_mpi.journal.record_finder import (
+    RunOfFiles,
+    damage_besides,
+    damage_of_index,
+    folder_of_records,
+    holds_another,
+    ranks_by_file,
+    require_one_run,
+)
+from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, strategy_of_run
+from reshard_mpi.journal.target_records import RecordHead, TensorSum, sums_of_wholes
 from reshard_mpi.planning.chunk_reads import held_tensor
 from reshard_mpi.planning.rank_choice import Replicas, is_partial_sum
 from reshard_mpi.planning.rank_plan import TensorPlan
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.runs.check_sums import are_recorded, one_by_one
+from reshard_mpi.runs.outcome import Checked
 from reshard_mpi.runs.planner import LIMITS, Planner
+from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.strategy import unsharded
-from reshard_mpi.text import shortened
+from reshard_mpi.text import counted, shortened
 
 
 class CommittedSums(NamedTuple):
@@ -257,3 +271,172 @@ def require_as_committed_besides(files: ShardFiles, digests: Iterable[tuple[str,
     for path, digest in digests:
         for damage in damage_besides(path, files.locate(path).tensors, digest, COMMIT_RECORD):
             raise damage
+
+
+def damage_of_indexes(files: ShardFiles) -> Iterator[DamageError]:
+    """Yield the damage of the indexes of a checkpoint, one in each of its folders.
+
+    It is told by the digests of commits, and by the checksums of files that belong to an index.
+    """
+    for part in files.folder_by_folder():
+        yield from damage_of_index(folder_of_records(part.path, part.format))
+    yield from damage_before_indexes(files)
+
+
+def damage_before_indexes(files: ShardFiles) -> Iterator[DamageError]:
+    """Yield the damage of files that belong to an index and keep checksums, such as Megatron's `common.pt`."""
+    for part in files.folder_by_folder():
+        named = (Path(part.path, name) for name in formats.info(part.format).before_index)
+        for path in filter(exists, named):
+            try:
+                formats.by_name(part.format).check_crc(str(path))
+            except ShardError as error:
+                yield of_parts(DamageError, *error.parts)
+
+
+def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool) -> Iterator[DamageError]:
+    """Yield the damage that all shards together show: copies differ, shards are missing, or sums are not as committed.
+
+    Args:
+        checked: all shards.
+        sound: whether each of them is sound by itself.
+    """
+    shards = tuple(checked)
+    folder = folder_of_records(files.path, files.format)
+    is_kept = not holds_another(folder)
+    record = CommitRecord.read(folder) if is_kept else None
+    resolved = absolute_path if absolute_path(files.path).is_relative_to(absolute_path(folder)) else real_path
+    paths = {resolved(path) for rank_paths in files.by_rank.values() for path in rank_paths}
+    committed = set() if record is None else {resolved(folder / file) for file in record.files.values()}
+    are_committed, are_others = committed.issuperset(paths), committed.isdisjoint(paths)
+    alike = record.sums.keys() if record is not None and are_committed else ()
+    sums: dict[str, int] = {}
+    try:
+        sums.update(sums_of_wholes({shard.rank: _held_alike(shard.sums, alike) for shard in shards if sound}))
+    except DamageError as error:
+        error.where = files.path
+        yield error
+    yield from damage_of_indexes(files)
+    if record is None and is_kept and is_taken(folder / COMMIT_RECORD):
+        remedy = "reshard-mpi commit writes it anew, if the records of the run are there"
+        yield DamageError("the commit record is damaged", where=str(folder / COMMIT_RECORD), remedy=remedy)
+    if not are_committed and not are_others:
+        yield from _missing_beside_others(committed.difference(paths), files)
+    try:
+        run = require_one_run(files.by_target_rank, files.path)
+    except DisagreementError as error:
+        yield of_parts(DamageError, *error.parts)
+        return
+    if are_others and _is_whole(folder, resolved, paths):
+        yield from _missing_of_run(files, folder, run, shards)
+    if record is None or not are_committed:
+        return
+    there = {rank for rank, file in record.files.items() if resolved(folder / file) in paths}
+    yield from _missing(there, len(record.files), f"{COMMIT_RECORD} says", files.path)
+    for name, value in record.sums.items():
+        if name in sums and value != f"{sums[name]:08x}":
+            yield DamageError(
+                f"{name!r} is not what was committed",
+                expected=f"CRC-32 {value}, as {COMMIT_RECORD} says",
+                got=f"{sums[name]:08x}",
+                where=files.path,
+                remedy="restore the checkpoint from a copy",
+            )
+
+
+def _is_whole(folder: Path, resolved: Callable[[Path], Path], paths: Collection[Path]) -> bool:
+    """Tell whether shards are all of a checkpoint's folder, and not the folder of one rank, or files in several."""
+    if is_folder(folder / STATE):
+        return True
+    whole = resolved(folder)
+    are_loose = rank_of_folder(whole.name) is None and all(path.parent == whole for path in paths)
+    return are_loose or all(path.parent.parent == whole for path in paths)
+
+
+def _missing_of_run(
+    files: ShardFiles, folder: Path, run: RunOfFiles | None, shards: Iterable[Checked]
+) -> Iterator[DamageError]:
+    """Yield the damage of shards that are not committed and lack others of their run, or are of another run.
+
+    Args:
+        run: the one that has made them, if records say so.
+    """
+    if run is not None:
+        yield from _not_of_begun_run(files, run.digest)
+    heads = [RecordHead.read(folder / STATE, rank) for rank in recorded_ranks(folder / STATE)]
+    of_run = (head.rank + 1 for head in heads if head and run is not None and head.digest == run.digest)
+    world_size = max((*(shard.world_size for shard in shards), *of_run), default=0)
+    yield from _missing(files.by_rank, world_size, "the others say", files.path)
+
+
+def files_by_record(files: ShardFiles) -> ShardFiles:
+    """Return the files of a folder, each by itself: by target ranks if all are a run's, with what no index names.
+
+    An index does not name a file without tensors, and a damaged one does not say what it is.
+    """
+    folder = folder_of_records(files.path, files.format)
+    of_run = {} if holds_another(folder) else ranks_by_file(folder)
+    ranks = {real_path(folder / file): rank for file, rank in of_run.items()}
+    path_of = {real_path(path): path for path in files.shards}
+    if not path_of.keys() <= ranks.keys():
+        return files.one_by_one()
+    there = {rank: path_of.get(path, str(path)) for path, rank in ranks.items() if path in path_of or exists(path)}
+    return files._replace(by_rank={rank: (there[rank],) for rank in sorted(there)}, is_folder=False)
+
+
+def _held_alike(sums: Iterable[TensorSum], alike: Container[str]) -> list[TensorSum]:
+    """Return the sums of a shard; for some tensors they must be the same in all ranks that hold the same part.
+
+    Args:
+        alike: their names; a commit has the sum of a whole tensor only if all copies of it were the same then.
+    """
+    return [tensor._replace(may_differ=False) if tensor.name in alike else tensor for tensor in sums]
+
+
+def _not_of_begun_run(files: ShardFiles, digest: str) -> Iterator[DamageError]:
+    """Yield what keeps the shards of a run that has not been committed from being one checkpoint.
+
+    Args:
+        digest: of the run that has made them.
+    """
+    folder = folder_of_records(files.path, files.format)
+    run = RunIdentity.recorded(folder / STATE)
+    if run is not None and digest != run.digest:
+        yield DamageError(
+            "the shards are of another run than the one that has begun to replace them",
+            expected="the targets of one run",
+            got=f"{STATE}/run.json of another",
+            where=files.path,
+            remedy="let that run finish (transform with --resume), or verify one by --rank",
+        )
+    elif run is not None:
+        yield from _missing(files.by_target_rank.keys(), run.target_ranks, "run.json says", files.path)
+    elif (table := strategy_of_run(folder, digest)) is not None:
+        world_size = strategy_table.loads(*table).world_size
+        yield from _missing(files.by_target_rank.keys(), world_size, "strategy.json says", files.path)
+
+
+def _missing_beside_others(missing: Collection[Path], files: ShardFiles) -> Iterator[DamageError]:
+    """Yield the damage of a committed checkpoint that lacks files, while files of others lie among its own."""
+    if missing:
+        yield DamageError(
+            f"{counted(len(missing), 'committed shard')} {'is' if len(missing) == 1 else 'are'} missing",
+            expected=f"{min(missing)}, as {COMMIT_RECORD} says",
+            got="files of others beside those that are there",
+            where=files.path,
+            remedy="restore them; reshard-mpi transform with --resume makes them anew, if there is a source",
+        )
+
+
+def _missing(ranks: Collection[int], world_size: int, who_says: str, where: str) -> Iterator[DamageError]:
+    """Yield the damage of a checkpoint that has the shards of these ranks alone. who_says: that it has `world_size`."""
+    count = world_size - sum(rank < world_size for rank in ranks)
+    if count > 0:
+        first = next(rank for rank in range(world_size) if rank not in ranks)
+        yield DamageError(
+            f"{count} shards are missing, that of rank {first} the first" if count > 1 else "a shard is missing",
+            expected=f"those of {world_size} ranks, as {who_says}",
+            got="all others" if count > 1 else f"all but that of rank {first}",
+            where=where,
+            remedy="restore them; reshard-mpi transform with --resume makes them anew, if there is a source",
+        )

@@ -1,12 +1,11 @@
 """Compare a target with its source, for `--verify` (`sums_as_planned`), and shards with kept sums (`check_shard`).
 
-A shard is held against its checksum, and against the sums of its tensors in itself and in its record. Where shards have
-no record, whole tensors are held against those in the commit record of the checkpoint.
+A shard is held against its checksum, and against the sums of its tensors in itself and in its record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,26 +14,19 @@ from reshard_mpi.checkpoints.shard_files import ShardFiles
 from reshard_mpi.checkpoints.source import DAMAGE, SourceCheckpoint
 from reshard_mpi.engine.checksums import Shown, sum_shard, sum_tensors, takes_numpy
 from reshard_mpi.engine.first_difference import where_it_differs
-from reshard_mpi.errors import DamageError, DisagreementError, ReshardError, ShardError, as_reshard_error, of_parts
-from reshard_mpi.filesystem.paths import absolute_path, rank_of_folder, real_path
-from reshard_mpi.filesystem.source_files import exists, is_folder, is_taken, version_of
+from reshard_mpi.errors import DamageError, ReshardError, ShardError, as_reshard_error, of_parts
+from reshard_mpi.filesystem.source_files import exists, version_of
 from reshard_mpi.formats.locations import Span
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.formats.protocol import OnBytes
-from reshard_mpi.journal.record_files import COMMIT_RECORD, STATE, recorded_ranks
+from reshard_mpi.journal.record_files import COMMIT_RECORD
 from reshard_mpi.journal.record_finder import (
     RecordFinder,
     damage_besides,
     damage_by_record,
-    damage_of_index,
     fits_record,
-    folder_of_records,
-    holds_another,
-    ranks_by_file,
-    require_one_run,
 )
-from reshard_mpi.journal.run_records import CommitRecord, RunIdentity, strategy_of_run
-from reshard_mpi.journal.target_records import RecordHead, TensorSum, sums_of_wholes
+from reshard_mpi.journal.target_records import TargetRecord, TensorSum
 from reshard_mpi.planning.chunk_reads import held_tensor
 from reshard_mpi.planning.rank_choice import is_partial_sum
 from reshard_mpi.planning.rank_plan import Limits, RankPlan
@@ -42,7 +34,6 @@ from reshard_mpi.runs.outcome import Checked
 from reshard_mpi.runs.planner import LIMITS
 from reshard_mpi.runs.progress import Progress, SliceCounter
 from reshard_mpi.sharding import strategy_table
-from reshard_mpi.text import counted
 
 NO_DIGESTS: Mapping[str, str] = {}
 # With what a shard was compared whose record has sums.
@@ -103,66 +94,99 @@ def check_shard(
 
     Returns the damage as errors; raises a ReshardError if a file cannot be checked.
     """
-    module, finder = formats.by_name(files.format), RecordFinder()
-    damage: list[ReshardError] = []
-    by: dict[str, None] = {}
-    sums: list[TensorSum] = []
-    tensors = read_bytes = world_size = 0
+    check = _ShardCheck(files, rank, before_sums, progress, committed)
     for path in files.by_rank[rank]:
-        record = finder.find(path, rank)
-        size_bytes = version_of(path).size_bytes
+        record = check.finder.find(path, rank)
         try:
             shard = files.locate(path)
         except ShardError:
             if record is not None or not is_foreign or not formats.info(files.format).packs:
                 raise
-            counter = SliceCounter(progress.moved, size_bytes, size_bytes)
-            if module.check_crc(path, counter.add):
-                by["its checksum"] = None
-                read_bytes += size_bytes
-            counter.end()
-            continue
+            check.add_unreadable(path)
+        else:
+            check.add(path, shard, record)
+    return check.checked(), check.damage
+
+
+class _ShardCheck:
+    """The check of the files of one rank, one after another, and what it has found so far. As for `check_shard`."""
+
+    def __init__(
+        self,
+        files: ShardFiles,
+        rank: int,
+        before_sums: Callable[[Summing], None],
+        progress: Progress,
+        committed: Mapping[str, str],
+    ) -> None:
+        self._rank = rank
+        self._path = files.by_rank[rank][0]
+        self._module = formats.by_name(files.format)
+        self._before_sums = before_sums
+        self._progress = progress
+        self._committed = committed
+        self.finder = RecordFinder()
+        self.damage: list[ReshardError] = []
+        self._by: dict[str, None] = {}
+        self._sums: list[TensorSum] = []
+        self._tensors = self._read_bytes = self._world_size = 0
+
+    def checked(self) -> Checked:
+        by, sums = tuple(self._by), tuple(self._sums)
+        return Checked(self._rank, self._path, self._tensors, self._read_bytes, by, sums, world_size=self._world_size)
+
+    def add_unreadable(self, path: str) -> None:
+        """Check a file that is no shard by itself: by its checksum alone."""
+        size_bytes = version_of(path).size_bytes
+        counter = SliceCounter(self._progress.moved, size_bytes, size_bytes)
+        if self._module.check_crc(path, counter.add):
+            self._by["its checksum"] = None
+            self._read_bytes += size_bytes
+        counter.end()
+
+    def add(self, path: str, shard: Manifest, record: TargetRecord | None) -> None:
+        """Check a file, with its record if it has one."""
+        identity = shard.identity
         recorded = {} if record is None else {tensor.name: tensor for tensor in record.sums}
-        listed = (
-            strategy_table.stated(shard.identity.strategy, shard.path).parameters if shard.identity is not None else ()
-        )
-        with_numpy = any(takes_numpy(spec, shard.tensors[spec.name]) for spec, _ in _placed(shard, recorded, listed))
-        before_sums(Summing(len(shard.tensors), shard.identity is not None, shard.decoding_bytes, with_numpy))
-        if shard.identity is not None:
-            world_size = shard.identity.world_size
-            if shard.identity.rank != rank:
-                damage.append(_elsewhere(shard.identity.rank, rank, path))
-        stored, placed = module.stored_sums(path), dict(_placed(shard, recorded, listed))
+        listed = strategy_table.stated(identity.strategy, path).parameters if identity is not None else ()
+        placed = dict(_placed(shard, recorded, listed))
+        with_numpy = any(takes_numpy(spec, shard.tensors[spec.name]) for spec in placed)
+        self._before_sums(Summing(len(shard.tensors), identity is not None, shard.decoding_bytes, with_numpy))
+        if identity is not None:
+            self._world_size = identity.world_size
+            if identity.rank != self._rank:
+                self.damage.append(_elsewhere(identity.rank, self._rank, path))
+        stored = self._module.stored_sums(path)
         specs = [spec for spec in placed if spec.name in stored or spec.name in recorded]
-        summed_bytes = sum(spec.size_bytes for spec in specs)
-        counter = SliceCounter(progress.moved, size_bytes, size_bytes + summed_bytes)
-        has_crc = module.check_crc(path, counter.add)
+        summed_bytes, size_bytes = sum(spec.size_bytes for spec in specs), version_of(path).size_bytes
+        counter = SliceCounter(self._progress.moved, size_bytes, size_bytes + summed_bytes)
+        has_crc = self._module.check_crc(path, counter.add)
         if has_crc:
-            by["its checksum"] = None
+            self._by["its checksum"] = None
         if stored:
-            by["its own sums"] = None
+            self._by["its own sums"] = None
         if record is not None:
-            damage += damage_by_record(shard, record, recorded)
+            self.damage += damage_by_record(shard, record, recorded)
         # Earlier versions kept no sums of tensors in Megatron's files, which have no checksum either.
         if record is not None and record.is_verified and (has_crc or recorded or not shard.tensors):
-            by[BY_RECORD] = None
+            self._by[BY_RECORD] = None
         # A checksum is of all of the file; what is summed besides is not counted again.
-        tensors += len(shard.tensors if has_crc else specs)
-        read_bytes += size_bytes if has_crc else summed_bytes
-        counter = counter if has_crc else SliceCounter(progress.moved, size_bytes, summed_bytes)
+        self._tensors += len(shard.tensors if has_crc else specs)
+        self._read_bytes += size_bytes if has_crc else summed_bytes
+        counter = counter if has_crc else SliceCounter(self._progress.moved, size_bytes, summed_bytes)
         held = (held_tensor(spec, shard) for spec in specs)
         for summed in sum_tensors(held, limits=LIMITS, on_bytes=counter.add):
             name = summed.tensor.name
-            sums.append(tensor_sum(summed.tensor, summed.found, may_differ=placed[summed.tensor]))
+            self._sums.append(tensor_sum(summed.tensor, summed.found, may_differ=placed[summed.tensor]))
             written = {stored[name]} if name in stored else set()
             written |= {recorded[name].value} if name in recorded else set()
-            damage += [_damaged(shard, name, value, summed.found) for value in written - {summed.found}]
+            self.damage += [_damaged(shard, name, value, summed.found) for value in written - {summed.found}]
         counter.end()
-        if not damage:
-            digest = (committed.get(path, ""), COMMIT_RECORD) if record is None else (record.besides, "its record")
-            damage += damage_besides(path, shard.tensors, *digest)
-    path = files.by_rank[rank][0]
-    return Checked(rank, path, tensors, read_bytes, tuple(by), tuple(sums), world_size=world_size), damage
+        if not self.damage:
+            besides = (
+                (self._committed.get(path, ""), COMMIT_RECORD) if record is None else (record.besides, "its record")
+            )
+            self.damage += damage_besides(path, shard.tensors, *besides)
 
 
 def damaged_record(files: ShardFiles, rank: int) -> Iterator[DamageError]:
@@ -188,159 +212,6 @@ def are_recorded(files: ShardFiles, rank: int) -> bool:
     finder = RecordFinder()
     records = (finder.find(path, rank) for path in files.by_rank[rank])
     return any(record is not None and record.is_verified for record in records)
-
-
-def damage_of_indexes(files: ShardFiles) -> Iterator[DamageError]:
-    """Yield the damage of the indexes of a checkpoint, one in each of its folders.
-
-    It is told by the digests of commits, and by the checksums of files that belong to an index.
-    """
-    for part in files.folder_by_folder():
-        yield from damage_of_index(folder_of_records(part.path, part.format))
-    yield from damage_before_indexes(files)
-
-
-def damage_before_indexes(files: ShardFiles) -> Iterator[DamageError]:
-    """Yield the damage of files that belong to an index and keep checksums, such as Megatron's `common.pt`."""
-    for part in files.folder_by_folder():
-        named = (Path(part.path, name) for name in formats.info(part.format).before_index)
-        for path in filter(exists, named):
-            try:
-                formats.by_name(part.format).check_crc(str(path))
-            except ShardError as error:
-                yield of_parts(DamageError, *error.parts)
-
-
-def check_together(files: ShardFiles, checked: Iterable[Checked], *, sound: bool) -> Iterator[DamageError]:
-    """Yield the damage that all shards together show: copies differ, shards are missing, or sums are not as committed.
-
-    Args:
-        checked: all shards.
-        sound: whether each of them is sound by itself.
-    """
-    shards = tuple(checked)
-    folder = folder_of_records(files.path, files.format)
-    is_kept = not holds_another(folder)
-    record = CommitRecord.read(folder) if is_kept else None
-    resolved = absolute_path if absolute_path(files.path).is_relative_to(absolute_path(folder)) else real_path
-    paths = {resolved(path) for rank_paths in files.by_rank.values() for path in rank_paths}
-    committed = set() if record is None else {resolved(folder / file) for file in record.files.values()}
-    are_committed, are_others = committed.issuperset(paths), committed.isdisjoint(paths)
-    alike = record.sums.keys() if record is not None and are_committed else ()
-    sums: dict[str, int] = {}
-    try:
-        sums.update(sums_of_wholes({shard.rank: _held_alike(shard.sums, alike) for shard in shards if sound}))
-    except DamageError as error:
-        error.where = files.path
-        yield error
-    yield from damage_of_indexes(files)
-    if record is None and is_kept and is_taken(folder / COMMIT_RECORD):
-        remedy = "reshard-mpi commit writes it anew, if the records of the run are there"
-        yield DamageError("the commit record is damaged", where=str(folder / COMMIT_RECORD), remedy=remedy)
-    if not are_committed and not are_others:
-        yield from _missing_beside_others(committed.difference(paths), files)
-    try:
-        run = require_one_run(files.by_target_rank, files.path)
-    except DisagreementError as error:
-        yield of_parts(DamageError, *error.parts)
-        return
-    # Not if it is a file or the folder of a rank by itself.
-    whole = resolved(folder)
-    are_loose = rank_of_folder(whole.name) is None and all(path.parent == whole for path in paths)
-    is_whole = is_folder(folder / STATE) or are_loose or all(path.parent.parent == whole for path in paths)
-    if are_others and is_whole:
-        if run is not None:
-            yield from _not_of_begun_run(files, run.digest)
-        heads = [RecordHead.read(folder / STATE, rank) for rank in recorded_ranks(folder / STATE)]
-        of_run = (head.rank + 1 for head in heads if head and run is not None and head.digest == run.digest)
-        world_size = max((*(shard.world_size for shard in shards), *of_run), default=0)
-        yield from _missing(files.by_rank, world_size, "the others say", files.path)
-    if record is None or not are_committed:
-        return
-    there = {rank for rank, file in record.files.items() if resolved(folder / file) in paths}
-    yield from _missing(there, len(record.files), f"{COMMIT_RECORD} says", files.path)
-    for name, value in record.sums.items():
-        if name in sums and value != f"{sums[name]:08x}":
-            yield DamageError(
-                f"{name!r} is not what was committed",
-                expected=f"CRC-32 {value}, as {COMMIT_RECORD} says",
-                got=f"{sums[name]:08x}",
-                where=files.path,
-                remedy="restore the checkpoint from a copy",
-            )
-
-
-def files_by_record(files: ShardFiles) -> ShardFiles:
-    """Return the files of a folder, each by itself: by target ranks if all are a run's, with what no index names.
-
-    An index does not name a file without tensors, and a damaged one does not say what it is.
-    """
-    folder = folder_of_records(files.path, files.format)
-    of_run = {} if holds_another(folder) else ranks_by_file(folder)
-    ranks = {real_path(folder / file): rank for file, rank in of_run.items()}
-    path_of = {real_path(path): path for path in files.shards}
-    if not path_of.keys() <= ranks.keys():
-        return files.one_by_one()
-    there = {rank: path_of.get(path, str(path)) for path, rank in ranks.items() if path in path_of or exists(path)}
-    return files._replace(by_rank={rank: (there[rank],) for rank in sorted(there)}, is_folder=False)
-
-
-def _held_alike(sums: Iterable[TensorSum], alike: Container[str]) -> list[TensorSum]:
-    """Return the sums of a shard; for some tensors they must be the same in all ranks that hold the same part.
-
-    Args:
-        alike: their names; a commit has the sum of a whole tensor only if all copies of it were the same then.
-    """
-    return [tensor._replace(may_differ=False) if tensor.name in alike else tensor for tensor in sums]
-
-
-def _not_of_begun_run(files: ShardFiles, digest: str) -> Iterator[DamageError]:
-    """Yield what keeps the shards of a run that has not been committed from being one checkpoint.
-
-    Args:
-        digest: of the run that has made them.
-    """
-    folder = folder_of_records(files.path, files.format)
-    run = RunIdentity.recorded(folder / STATE)
-    if run is not None and digest != run.digest:
-        yield DamageError(
-            "the shards are of another run than the one that has begun to replace them",
-            expected="the targets of one run",
-            got=f"{STATE}/run.json of another",
-            where=files.path,
-            remedy="let that run finish (transform with --resume), or verify one by --rank",
-        )
-    elif run is not None:
-        yield from _missing(files.by_target_rank.keys(), run.target_ranks, "run.json says", files.path)
-    elif (table := strategy_of_run(folder, digest)) is not None:
-        world_size = strategy_table.loads(*table).world_size
-        yield from _missing(files.by_target_rank.keys(), world_size, "strategy.json says", files.path)
-
-
-def _missing_beside_others(missing: Collection[Path], files: ShardFiles) -> Iterator[DamageError]:
-    """Yield the damage of a committed checkpoint that lacks files, while files of others lie among its own."""
-    if missing:
-        yield DamageError(
-            f"{counted(len(missing), 'committed shard')} {'is' if len(missing) == 1 else 'are'} missing",
-            expected=f"{min(missing)}, as {COMMIT_RECORD} says",
-            got="files of others beside those that are there",
-            where=files.path,
-            remedy="restore them; reshard-mpi transform with --resume makes them anew, if there is a source",
-        )
-
-
-def _missing(ranks: Collection[int], world_size: int, who_says: str, where: str) -> Iterator[DamageError]:
-    """Yield the damage of a checkpoint that has the shards of these ranks alone. who_says: that it has `world_size`."""
-    count = world_size - sum(rank < world_size for rank in ranks)
-    if count > 0:
-        first = next(rank for rank in range(world_size) if rank not in ranks)
-        yield DamageError(
-            f"{count} shards are missing, that of rank {first} the first" if count > 1 else "a shard is missing",
-            expected=f"those of {world_size} ranks, as {who_says}",
-            got="all others" if count > 1 else f"all but that of rank {first}",
-            where=where,
-            remedy="restore them; reshard-mpi transform with --resume makes them anew, if there is a source",
-        )
 
 
 def _elsewhere(own: int, rank: int, path: str) -> DamageError:

@@ -191,8 +191,12 @@ def _check_committed(plans: TargetPlans) -> None:
 
     Nothing is read if each shard has a record with sums, by which it has been checked. Raises ShardError.
     """
-    from reshard_mpi.runs.check_commit import changed_since_commit, committed_tensors, require_as_committed_besides
-    from reshard_mpi.runs.check_sums import damage_of_indexes
+    from reshard_mpi.runs.check_commit import (
+        changed_since_commit,
+        committed_tensors,
+        damage_of_indexes,
+        require_as_committed_besides,
+    )
 
     source, path, comm = plans.run.planner.source, plans.run.request.source, plans.comm
     for damage in damage_of_indexes(source.files):

@@ -29,16 +29,13 @@ from reshard_mpi.planning.gradient_joining import notes_on
 from reshard_mpi.planning.rank_plan import RankPlan
 from reshard_mpi.planning.target_tensors import Policy
 from reshard_mpi.processes.governor import Governor
-from reshard_mpi.runs.check_commit import commit_of
+from reshard_mpi.runs.check_commit import check_together, commit_of, damage_of_indexes, files_by_record
 from reshard_mpi.runs.check_sums import (
     BY_RECORD,
     Summing,
     check_shard,
-    check_together,
     damage_of,
-    damage_of_indexes,
     damaged_record,
-    files_by_record,
 )
 from reshard_mpi.runs.maps_and_packing import files_of_run, packing_to_compare, planner_with_maps
 from reshard_mpi.runs.open_run import chosen_targets

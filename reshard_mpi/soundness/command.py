@@ -31,10 +31,10 @@ from reshard_mpi.runs.check_commit import (
     changed_since_commit,
     commit_of,
     committed_tensors,
+    damage_before_indexes,
     is_to_be_held,
     missing_from,
 )
-from reshard_mpi.runs.check_sums import damage_before_indexes
 from reshard_mpi.runs.diff import compare_copies
 from reshard_mpi.runs.maps_and_packing import planner_with_maps
 from reshard_mpi.runs.outcome import Checked, Outcome, agreed, together
