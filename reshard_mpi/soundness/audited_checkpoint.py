@@ -259,12 +259,14 @@ def _of_one(content: TensorContent, place: PlaceOf, role: str) -> Iterator[Findi
         detail = f"a magnitude of {content.magnitude:.4g}, and no value of a training is beyond {bound:.4g}"
         detail += f"; the first bad value is at {list(element or ())}"
         yield Finding(FindingKind.BEYOND, name, *place(name, element), detail)
-    kind_of_tensor = kind_of(name)
-    if (content.dtype not in _ADJUSTABLE and not role) or role not in _HOLDS_ELEMENTS:
-        return
-    if not _is_matrix(content) or kind_of_tensor in _UNJUDGED:
-        return
-    is_weight, (rows, first_row, last_row) = kind_of_tensor in _WEIGHTS, content.zero_rows
+    may_be_judged = (content.dtype in _ADJUSTABLE or role) and role in _HOLDS_ELEMENTS and _is_matrix(content)
+    if may_be_judged and kind_of(name) not in _UNJUDGED:
+        yield from _of_matrix(content, place, is_weight=kind_of(name) in _WEIGHTS)
+
+
+def _of_matrix(content: TensorContent, place: PlaceOf, *, is_weight: bool) -> Iterator[Finding]:
+    """Yield the findings on the values of a matrix that are no sign of damage by themselves: zeros, constants."""
+    name, values, (rows, first_row, last_row) = content.name, content.parts, content.zero_rows
     if is_weight and content.zeros == values:
         yield Finding(FindingKind.ZERO, name, *place(name, None), f"all {counted(values, 'value')} are zero")
     elif is_weight and content.is_constant and content.least is not None:

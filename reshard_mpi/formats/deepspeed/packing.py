@@ -8,7 +8,7 @@ settings that decide this (round_robin_gradients, parameter_alignment, sub_group
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from reshard_mpi.errors import TargetError
@@ -152,15 +152,7 @@ def _layout(nest: EngineNest, parts: ModelParts, own_types: OwnTypes, ranks: int
     buffers, shared = _names(root.get("buffer_names")), second_names(root)
     named = (*buffers, *(name for pair in shared for name in pair))
     # What layers of a pipeline share lies in the files of these layers, under their names.
-    kept = [name for name in named if not (parts.layers and name.startswith(TIED))]
-    lost = next((name for name in kept if MODEL + name not in tensors), None)
-    if lost is not None:
-        raise TargetError(
-            "buffer_names or shared_params of the source name a tensor that its model does not have",
-            expected=f"a tensor called {MODEL}{lost}",
-            got="none, as after a map or a selection that does not keep such names",
-            remedy="convert to DeepSpeed without that first, or keep the names of buffers and shared parameters",
-        )
+    _require_in_model((name for name in named if not (parts.layers and name.startswith(TIED))), tensors)
     others = [name.removeprefix(MODEL) for name in tensors if name.startswith(MODEL)]
     frozen = [name for name in others if name not in trained and name not in buffers and name not in dict(shared)]
     unknown = [name for name in frozen if name not in nest.untrained]
@@ -171,22 +163,7 @@ def _layout(nest: EngineNest, parts: ModelParts, own_types: OwnTypes, ranks: int
             got=f"{shortened(unknown)}, which the optimizer does not train",
             remedy="choose --zero-stage 1 or 2",
         )
-    dtypes = {tensors[MODEL + name].dtype.name for name in trained}
-    if len(dtypes) > 1:
-        raise no_training("parameters of one type", f"{', '.join(sorted(dtypes))}: choose one (--dtype 'model.*=TYPE')")
-    (dtype,) = dtypes
-    copies = (own.weights for own in trained.values() if own.weights != MODEL + own.name)
-    masters = {tensors[name].dtype.name for name in copies} - {"float32"}
-    if dtype not in _TYPES or masters:
-        expected = f"parameters of type {', '.join(_TYPES)}, and {WEIGHTS} in float32"
-        raise no_training(expected, ", ".join(sorted({dtype, *masters})))
-    sources = [own.weights for own in trained.values() if own.weights in own_types]
-    wide = next((name for name in sources if own_types[name].name == "float64" and dtype != "float32"), None)
-    if wide is not None:
-        raise no_training(
-            f"weights in at most 32 bit, or {WEIGHTS} beside them, since {dtype} is to be that rounded",
-            f"{wide} in float64: convert it to fp32 first (--dtype 'model.*=fp32')",
-        )
+    dtype = _type_of(trained.values(), tensors, own_types)
     itemsize_bytes = BY_NAME[dtype].itemsize_bytes
     flat = tuple(
         tuple(
@@ -214,6 +191,39 @@ def _layout(nest: EngineNest, parts: ModelParts, own_types: OwnTypes, ranks: int
         model=model_text(root, config, parts.experts),
         optimizer=optimizer_text(root, parts.settings, flat, config, dtype),
     )
+
+
+def _require_in_model(names: Iterable[str], tensors: TensorTypes) -> None:
+    """Raise TargetError if the model does not have a buffer or a shared parameter."""
+    lost = next((name for name in names if MODEL + name not in tensors), None)
+    if lost is not None:
+        raise TargetError(
+            "buffer_names or shared_params of the source name a tensor that its model does not have",
+            expected=f"a tensor called {MODEL}{lost}",
+            got="none, as after a map or a selection that does not keep such names",
+            remedy="convert to DeepSpeed without that first, or keep the names of buffers and shared parameters",
+        )
+
+
+def _type_of(trained: Collection[LaidParameter], tensors: TensorTypes, own_types: OwnTypes) -> str:
+    """Return the type of the parameters. Raises TargetError if there are several, or DeepSpeed does not train in it."""
+    dtypes = {tensors[MODEL + own.name].dtype.name for own in trained}
+    if len(dtypes) > 1:
+        raise no_training("parameters of one type", f"{', '.join(sorted(dtypes))}: choose one (--dtype 'model.*=TYPE')")
+    (dtype,) = dtypes
+    copies = (own.weights for own in trained if own.weights != MODEL + own.name)
+    masters = {tensors[name].dtype.name for name in copies} - {"float32"}
+    if dtype not in _TYPES or masters:
+        expected = f"parameters of type {', '.join(_TYPES)}, and {WEIGHTS} in float32"
+        raise no_training(expected, ", ".join(sorted({dtype, *masters})))
+    sources = [own.weights for own in trained if own.weights in own_types]
+    wide = next((name for name in sources if own_types[name].name == "float64" and dtype != "float32"), None)
+    if wide is not None:
+        raise no_training(
+            f"weights in at most 32 bit, or {WEIGHTS} beside them, since {dtype} is to be that rounded",
+            f"{wide} in float64: convert it to fp32 first (--dtype 'model.*=fp32')",
+        )
+    return dtype
 
 
 def _parameter(name: str, tensors: TensorTypes) -> LaidParameter:

@@ -226,20 +226,19 @@ def read_ranks(folder: str, files: TagFiles, *, is_universal: bool = False) -> R
     models = {ranks: _model_states(ranks, str(Path(folder, name))) for ranks, name in files.models.items()}
     first = models[Ranks(0, 0)]
     data_ranks = range(first.data_ranks if first.shapes is not None or files.optimizers else 0)
-    expected = [] if is_universal else [Ranks(data, model) for model in range(first.model_ranks) for data in data_ranks]
-    lacking = [ranks for ranks in expected if ranks not in files.optimizers]
-    if lacking:
+    of_optimizers = () if is_universal else data_ranks
+    expected = [Ranks(data, model) for model in range(first.model_ranks) for data in of_optimizers]
+    described = f"{counted(len(expected), 'file')} *_optim_states.pt"
+    lacking = next((ranks for ranks in expected if ranks not in files.optimizers), None)
+    if lacking is not None:
         raise _missing(
-            f"{len(expected)} files *_optim_states.pt, one a rank"
-            + ("" if files.optimizers else f"; or {PARAMETERS}/"),
+            f"{described}, one a rank" + ("" if files.optimizers else f"; or {PARAMETERS}/"),
             folder,
-            f"{counted(len(files.optimizers), 'file')}, none of data-parallel rank {lacking[0].data}"
-            + (f" of model-parallel rank {lacking[0].model}" if first.model_ranks > 1 else ""),
+            f"{counted(len(files.optimizers), 'file')}, none of data-parallel rank {lacking.data}"
+            + (f" of model-parallel rank {lacking.model}" if first.model_ranks > 1 else ""),
         )
     optimizers = {ranks: read_optimizer_states(str(Path(folder, name))) for ranks, name in files.optimizers.items()}
-    beyond = [optimizers[ranks].path for ranks in optimizers if ranks not in expected]
-    if beyond:
-        raise _other_save(f"{counted(len(expected), 'file')} *_optim_states.pt", first.path, beyond[0], folder)
+    _require_none_beyond(expected, described, optimizers, first.path, folder)
     _require_one_moment(models, optimizers)
     for model in range(first.model_ranks):
         require_own_files([own] for ranks, own in models.items() if ranks.model == model)
@@ -249,17 +248,16 @@ def read_ranks(folder: str, files: TagFiles, *, is_universal: bool = False) -> R
     )
     writers = data_ranks if is_sliced else range(1)
     of_models = [Ranks(data, model) for model in range(first.model_ranks) for data in writers]
-    absent = [ranks for ranks in of_models if ranks not in models]
-    if absent:
+    described = f"{counted(len(of_models), 'file')} *_model_states.pt"
+    absent = next((ranks for ranks in of_models if ranks not in models), None)
+    if absent is not None:
         raise _missing(
-            f"{len(of_models)} files *_model_states.pt",
+            described,
             folder,
-            f"{counted(len(models), 'file')}, none of data-parallel rank {absent[0].data},"
-            f" model-parallel rank {absent[0].model}",
+            f"{counted(len(models), 'file')}, none of data-parallel rank {absent.data},"
+            f" model-parallel rank {absent.model}",
         )
-    beyond = [models[ranks].path for ranks in models if ranks not in of_models]
-    if beyond:
-        raise _other_save(f"{counted(len(of_models), 'file')} *_model_states.pt", first.path, beyond[0], folder)
+    _require_none_beyond(of_models, described, models, first.path, folder)
     notes = (*_differing([*models.values()]), *_differing([*optimizers.values()]), *_unread(optimizers))
     notes += tuple(f"{key} of {Path(first.path).name}: a key that is no text" for key in first.odd_keys)
     if files.expert_optimizers:
@@ -284,14 +282,23 @@ def _missing(expected: str, folder: str, got: str = "") -> ShardError:
     )
 
 
-def _other_save(expected: str, says: str, path: str, folder: str) -> ShardError:
-    return ShardError(
-        "a folder has files of two DeepSpeed checkpoints",
-        expected=f"{expected}, as {says} says",
-        got=f"{Path(path).name} too",
-        where=folder,
-        remedy="remove the files of the other save",
-    )
+def _require_none_beyond(
+    expected: Sequence[Ranks],
+    described: str,
+    states: Mapping[Ranks, ModelStates | OptimizerStates],
+    says: str,
+    folder: str,
+) -> None:
+    """Raise ShardError if there are files of more ranks than expected. says: the file that tells how many there are."""
+    beyond = next((own.path for ranks, own in states.items() if ranks not in expected), None)
+    if beyond is not None:
+        raise ShardError(
+            "a folder has files of two DeepSpeed checkpoints",
+            expected=f"{described}, as {says} says",
+            got=f"{Path(beyond).name} too",
+            where=folder,
+            remedy="remove the files of the other save",
+        )
 
 
 # What all files *_model_states.pt of a save say alike.
