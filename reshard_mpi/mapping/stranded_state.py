@@ -332,10 +332,10 @@ def require_none_by_order(
     numbering = names_by_path(inventory, set(_numbering(root, "")))
     if not numbering:
         return
-    named = {source for mapped in chain for each in mapped.made if each.where for source in each.sources.values()}
     copied = {each.name: each.sources[place] for each in made if (place := _copied(each, inventory)) is not None}
     in_target = list(copied) if like is None else parsed(like).in_order(copied)
     position = {copied[name]: number for number, name in enumerate(in_target)}
+    # The parameters of each model in an order that its state may have, with their places in the target.
     apart = (*numbering, *(begin for optimizer in optimizers for begin in begins_of(optimizer.path)))
     others = [name for name in inventory if not name.startswith(apart)]
     orders: list[tuple[list[str], Mapping[str, int]]] = [
@@ -345,11 +345,11 @@ def require_none_by_order(
     for names in ([*each.parameters] for each in optimizers if each.form is Form.NUMBERS):
         in_order = numbered or [name for name in names if name in position]  # groups keep their order otherwise
         orders.append((names, {name: number for number, name in enumerate(in_order)}))
-    models = []
-    for names, number_of in orders:
-        stay = [name for name in names if name in number_of]
-        are_in_order = sorted(stay, key=number_of.__getitem__) == stay
-        models.append((_count_shapes(names, inventory), _count_shapes(stay if are_in_order else (), inventory)))
+    models = [
+        (_count_shapes(names, inventory), _count_shapes(_in_place(names, place_of), inventory))
+        for names, place_of in orders
+    ]
+    named = {source for mapped in chain for each in mapped.made if each.where for source in each.sources.values()}
     for path, names in numbering.items():
         numbers = ((_PLACE.match(name, len(path)), name) for name in names)
         families = grouped((number[2], name) for number, name in numbers if number is not None)
@@ -366,6 +366,12 @@ def require_none_by_order(
                     remedy="write equations for them, be it the same names on both sides, or leave them out"
                     f" (--exclude '{path}*')",
                 )
+
+
+def _in_place(names: Sequence[str], place_of: Mapping[str, int]) -> list[str]:
+    """Return the parameters that stay, if these come in the same order in the target; none if they do not."""
+    stay = [name for name in names if name in place_of]
+    return stay if sorted(stay, key=place_of.__getitem__) == stay else []
 
 
 def _numbering(node: Any, path: str) -> Iterator[str]:

@@ -193,43 +193,41 @@ def _planned(process: RunProcess, *, in_numbers: bool) -> tuple[DiffSide, DiffSi
     peak_bytes = sum(whole.peak_bytes for whole in wholes)
     while not memory.reserve_peak(peak_bytes + (MEASURING_BYTES if in_numbers else 0), purpose):
         plans = [planner.plan(0, checked=False) for planner in planners]
-    of_map = plans[0].notes if mapped is not None else ()
-    notes_on_gradients = (
-        f"{source.files.path}: {note}"
-        for source, plan in zip(sources, plans)
-        for note in gradient_texts(request.accumulated, plan.gradients)
-    )
-    of_texts = tuple(note for plan in plans for note in plan.notes if note.startswith(TEXT))
-    notes = (
-        *of_map,
-        *of_texts,
-        *(f"{source.files.path}: {note}" for source, whole in zip(sources, wholes) for note in whole.notes),
-        *notes_on_gradients,
-        *first_files.notes,
-        *second_files.notes,
-        *governor.notes,
-        *(_other_values(*(source.files.format for source in sources)) if any(packings) else ()),
-        *(() if in_numbers or any(packings) else _other_texts(*plans)),
-    )
     paths = request.source, request.target
     first, second = (DiffSide(*each, not any(packings)) for each in zip(paths, sources, plans))
-    warnings = (
-        *(
-            text
-            for source, whole in zip(sources, wholes)
-            for text in (*whole.drift, *(f"{source.files.path}: {warning}" for warning in whole.warnings))
-        ),
-        *(text for source in sources for text in source.files.warnings),
-        *(text for plan in plans for text in plan.warnings),
-        *(what for plan in plans for what in plan.left_out if what.endswith(OF_RANKS_ALONE)),
-    )
+    notes = [*plans[0].notes] if mapped is not None else []
+    notes += (note for plan in plans for note in plan.notes if note.startswith(TEXT))
+    for source, whole in zip(sources, wholes):
+        notes += (f"{source.files.path}: {note}" for note in whole.notes)
+    for source, plan in zip(sources, plans):
+        notes += (f"{source.files.path}: {note}" for note in gradient_texts(request.accumulated, plan.gradients))
+    notes += (*first_files.notes, *second_files.notes, *governor.notes)
+    if any(packings):
+        notes += _other_values(*(source.files.format for source in sources))
+    elif not in_numbers:
+        notes += _other_texts(*plans)
     outcome = Outcome(
         notes=tuple(dict.fromkeys(notes)),
         lost=(*plans[0].lost, *plans[1].lost),
         modified=(*sources[0].files.modified, *sources[1].files.modified),
-        other_warnings=warnings,
+        other_warnings=tuple(_warnings(sources, wholes, plans)),
     )
     return first, second, outcome
+
+
+def _warnings(
+    sources: Sequence[SourceCheckpoint], wholes: Sequence[PlannedWhole], plans: Sequence[RankPlan]
+) -> Iterator[str]:
+    """Yield the warnings on both sides, kind by kind."""
+    for source, whole in zip(sources, wholes):
+        yield from whole.drift
+        yield from (f"{source.files.path}: {warning}" for warning in whole.warnings)
+    for source in sources:
+        yield from source.files.warnings
+    for plan in plans:
+        yield from plan.warnings
+    for plan in plans:
+        yield from (text for text in plan.left_out if text.endswith(OF_RANKS_ALONE))
 
 
 def _names(planners: Sequence[Planner], plans: Sequence[RankPlan]) -> list[str]:

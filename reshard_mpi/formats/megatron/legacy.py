@@ -144,7 +144,6 @@ def _optimizer(
     has_numbers = any(_inner(own).get("state") is not None for own in first)
     has_vectors = any(rank.vectors is not None for rank in ranks.ranks)
     state = _StateOfRanks()
-    members: dict[tuple[int, str], dict[str, None]] = {}
     for model in models:
         with ElementReader() as reader:
             if model.files.vectors is not None:
@@ -154,14 +153,12 @@ def _optimizer(
                 is_expert = of_experts[number]
                 tensors = [own for own in model.tensors if is_expert in (None, own.is_expert)]
                 for found in numbered_states(model.files, optimizer, tensors, reader):
-                    state.add(found.tensor, found.state, model.files)
-                    kind = number, kind_of_group(found.group)
-                    members.setdefault(kind, {})[found.tensor.key] = None
+                    state.add_numbered(number, found, model.files)
     groups: list[Dict] = []
     for number in range(len(first)):
         own_groups = merged([_without_members(_inner(own[number])) for own in optimizers.values()], folder)
         if has_numbers:
-            own_groups = [with_members(own, [*members.get((number, kind_of_group(own)), ())]) for own in own_groups]
+            own_groups = [with_members(own, state.members(number, own)) for own in own_groups]
         groups += own_groups
     others = {key for own in optimizers.values() for each in own for key, _ in text_pairs(each) if key not in _READ}
     left_out = [*differing([*others], "of the optimizer, which is not read")]
@@ -196,6 +193,16 @@ class _StateOfRanks:
         self._pieces: dict[str, dict[str, list[tuple[Box, Location]]]] = {}
         self._types: dict[str, dict[str, tuple[DType, tuple[int, ...]]]] = {}
         self._values: dict[str, dict[str, Value]] = {}
+        self._members: dict[tuple[int, str], dict[str, None]] = {}
+
+    def add_numbered(self, optimizer: int, found: NumberedState, rank: RankFiles) -> None:
+        """Add the state of a parameter that a group of an optimizer has. optimizer: its number. Raises as `add` does."""
+        self.add(found.tensor, found.state, rank)
+        self._members.setdefault((optimizer, kind_of_group(found.group)), {})[found.tensor.key] = None
+
+    def members(self, optimizer: int, group: Dict) -> list[str]:
+        """Return the parameters that groups of this kind have on any rank."""
+        return [*self._members.get((optimizer, kind_of_group(group)), ())]
 
     def add(self, tensor: RankTensor, state: ParameterState, rank: RankFiles) -> None:
         """Add a rank's state of a parameter. Raises DisagreementError if another rank has other numbers."""
