@@ -196,7 +196,7 @@ class _StateOfRanks:
         self._members: dict[tuple[int, str], dict[str, None]] = {}
 
     def add_numbered(self, optimizer: int, found: NumberedState, rank: RankFiles) -> None:
-        """Add the state of a parameter that a group has. optimizer: the number of its optimizer. Raises as `add` does."""
+        """Add the state of a parameter that a group has. optimizer: whose group it is. Raises as `add` does."""
         self.add(found.tensor, found.state, rank)
         self._members.setdefault((optimizer, kind_of_group(found.group)), {})[found.tensor.key] = None
 
