@@ -27,7 +27,7 @@ from reshard_mpi.mapping.check_optimizers import (
 from reshard_mpi.mapping.dictionaries import NestedTensors, home_of, require_homes
 from reshard_mpi.mapping.direction import Inventory, UnfitMapError
 from reshard_mpi.mapping.follow_parameters import MadeParameter
-from reshard_mpi.mapping.names_in_files import NamedChain, Names, chain_below, chain_like, chain_whole
+from reshard_mpi.mapping.names_in_files import NamedChain, VisibleNames, chain_below, chain_like, chain_whole
 from reshard_mpi.mapping.numbered_optimizers import begins_of
 from reshard_mpi.mapping.numbered_state import NO_TRAINING, Training, in_order, training_in
 from reshard_mpi.mapping.optimizers import STATE_KEY, Form, optimizers_in_nest, settings_of_all, unread_in
@@ -107,7 +107,7 @@ def applied_to_file(
 
 
 def _without_maps(choice: Selection, inventory: Inventory, source: SourceTree, forward: bool | None) -> MappedFile:
-    """Return the tensors of a file as they are, but for those that are left out."""
+    """Leave tensors of a file out, and with them what its nest says of them; the others stay as they are."""
     training = NO_TRAINING
     if choice.leaves_out and source.nest is not None:
         in_order(source.nest, (), source.path)  # refuses a text that is no nest
@@ -168,7 +168,7 @@ def _mapped(
         home: what names of the model of a numbered optimizer begin with in the target, if its dictionary is known.
     """
     is_stripped = is_below or like is not None
-    names = Names.of(training, source.nest, inventory, source.path, is_stripped=is_stripped, is_below=is_below)
+    names = VisibleNames.of(training, source.nest, inventory, source.path, is_stripped=is_stripped, is_below=is_below)
     of_maps = names.chosen(choice, inventory)
     tensors = {name: inventory[in_file] for name, in_file in names.in_file.items()}
     settings = settings_of_all(training, source.nest)
@@ -219,7 +219,7 @@ class _AllMade(NamedTuple):
 
 
 def _nested_as_like(
-    like: TargetTemplate, nest: str | None, names: Names, chain: NamedChain, inventory: Inventory, where: str
+    like: TargetTemplate, nest: str | None, names: VisibleNames, chain: NamedChain, inventory: Inventory, where: str
 ) -> MappedFile:
     """Return what maps have made, nested as `like` is, with the values that its nest and the source's both have.
 
@@ -243,9 +243,9 @@ def _nested_as_like(
 
 
 def _moved_nest(
-    nest: str, names: Names, chain: NamedChain, all_made: _AllMade, inventory: Inventory, where: str
+    nest: str, names: VisibleNames, chain: NamedChain, all_made: _AllMade, inventory: Inventory, where: str
 ) -> NewNest:
-    """Return the source's nest with the new names of what maps have renamed, without what they have emptied."""
+    """Return the source's nest as maps change it: names become new ones, and dictionaries that get empty go."""
     used = frozenset[str]().union(*all_made.made.sources_of.values())
     nest = without_emptied(nest, names.training, inventory, used)
     steps = [*steps_of(chain.in_files, chain.in_target[:-1])] if len(chain.in_files) > 1 else ()
@@ -256,7 +256,7 @@ def _moved_nest(
 def _nested_as_source(
     nest: str,
     new: NewNest,
-    names: Names,
+    names: VisibleNames,
     chain: NamedChain,
     all_made: _AllMade,
     inventory: Inventory,

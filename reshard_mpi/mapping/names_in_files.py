@@ -1,4 +1,4 @@
-"""Name a file's tensors for maps, and what these make in the target's file (`Names`, `NamedChain`).
+"""Name a file's tensors for maps, and what these make in the target's file (`VisibleNames`, `NamedChain`).
 
 Maps see names as they are, or below the dictionary of the model. Afterwards these go back to where they came from: a
 model into its dictionary, what lies beside it beside it, and state into its optimizer.
@@ -21,12 +21,12 @@ from reshard_mpi.mapping.result import DerivedTensor, MapResult, names_taken
 from reshard_mpi.mapping.selection import Selection
 from reshard_mpi.mapping.tensor_kinds import parted_anywhere
 
-# Applies maps: given what tensors are called in the target's file, and whether those that a selection leaves out go.
+# Applies maps. Takes a function that names tensors in the target's file, and whether the selection leaves tensors out.
 Apply = Callable[[Callable[[str], str], bool], Sequence[MapResult]]
 
 
-class Names(NamedTuple):
-    """The names that maps see of a source's tensors, and of what they are."""
+class VisibleNames(NamedTuple):
+    """The names by which maps see a source's tensors, and whose state is known to be whose."""
 
     training: Training
     optimizers: Sequence[Optimizer]
@@ -45,7 +45,7 @@ class Names(NamedTuple):
         *,
         is_stripped: bool,
         is_below: bool,
-    ) -> Names:
+    ) -> VisibleNames:
         """Name the tensors of a file.
 
         Args:
@@ -87,14 +87,14 @@ class NamedChain(NamedTuple):
     """What maps make, by the names that they give and by those in the files."""
 
     by_maps: Sequence[MapResult]
-    in_files: tuple[MapResult, ...]  # the first takes names of the source's file, the last gives those of the target's
+    in_files: tuple[MapResult, ...]  # the first takes names of the source's file, the last gives names of the target's
     made: tuple[DerivedTensor, ...]  # what the last makes, as made of the source's tensors
     in_target: Sequence[Callable[[str], str]]  # what the tensors of each map are, or would be, called in the target
     begin: str  # what names of the model of a numbered optimizer begin with in the target
 
 
 def _chain(
-    names: Names, by_maps: Sequence[MapResult], in_target: Callable[[str], str], begin: str | None = None
+    names: VisibleNames, by_maps: Sequence[MapResult], in_target: Callable[[str], str], begin: str | None = None
 ) -> NamedChain:
     in_files = chain_in_files(by_maps, names.in_file, in_target)
     return NamedChain(
@@ -106,7 +106,7 @@ def _chain(
     )
 
 
-def chain_like(names: Names, apply: Apply, named: Mapping[str, str]) -> NamedChain:
+def chain_like(names: VisibleNames, apply: Apply, named: Mapping[str, str]) -> NamedChain:
     """Return what maps make of a source for a target that is like another checkpoint. named: its tensors' names."""
     in_target = _by_table(named)
     return _chain(names, apply(in_target, True), in_target)
@@ -116,7 +116,7 @@ def _by_table(named: Mapping[str, str]) -> Callable[[str], str]:
     return lambda name: named.get(name, name)
 
 
-def chain_whole(names: Names, apply: Apply, home: str | None = None) -> NamedChain:
+def chain_whole(names: VisibleNames, apply: Apply, home: str | None = None) -> NamedChain:
     """Return what maps make of whole names. In the target state goes by the names of parameters.
 
     Args:
@@ -133,7 +133,7 @@ def chain_whole(names: Names, apply: Apply, home: str | None = None) -> NamedCha
         begin = moved
 
 
-def chain_below(names: Names, apply: Apply, *, leaves_out: bool) -> NamedChain:
+def chain_below(names: VisibleNames, apply: Apply, *, leaves_out: bool) -> NamedChain:
     """Return what maps make of names below the model. The target has the model where the source has it.
 
     What lies beside the model comes out by and by, since a map may put more there. First all is named, so that
@@ -216,7 +216,7 @@ def _below_prefix(training: Training, apart: Mapping[str, str]) -> Callable[[str
     return lambda name: apart.get(name) or (name if name.startswith(training.state) else f"{below}{name}")
 
 
-def _made_apart(names: Names, chain: Sequence[MapResult], made: Sequence[DerivedTensor]) -> dict[str, str]:
+def _made_apart(names: VisibleNames, chain: Sequence[MapResult], made: Sequence[DerivedTensor]) -> dict[str, str]:
     """Return the names of tensors that do not go into the model, and what these are called in the target.
 
     What lies beside the model stays there, whatever it is called: `ema.w`, `average.w`. State that a map names after

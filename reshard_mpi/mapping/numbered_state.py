@@ -91,8 +91,8 @@ def training_in(nest: str | None, inventory: Inventory, alias: Mapping[str, str]
         return _training_in(nest, inventory, alias, where, are_values_state=False)
 
 
-class _Contents(NamedTuple):
-    """What a file has: its tensors, the dictionaries of its optimizers, and the others, which may be of a model."""
+class _TrainingFile(NamedTuple):
+    """A file of a training: its tensors in their order, its optimizers, and other dictionaries, such as the model's."""
 
     shapes: TemplateShapes
     place: Mapping[str, int]  # of each tensor in the order of the model, as far as the nest has it
@@ -121,7 +121,7 @@ class _Contents(NamedTuple):
         return max((path for path, own in models.items() if len(own) == len(self.others)), default="")
 
 
-def _contents_of(nest: str, shapes: TemplateShapes, where: str) -> _Contents:
+def _training_file(nest: str, shapes: TemplateShapes, where: str) -> _TrainingFile:
     root, place = _parsed(nest, shapes, where)
     try:
         optimizers = {optimizer.path: optimizer for optimizer in optimizers_in(root, "")}
@@ -133,7 +133,7 @@ def _contents_of(nest: str, shapes: TemplateShapes, where: str) -> _Contents:
         states[""] = [name for name in states[""] if name.startswith(begins_of(""))]
     of_optimizers = frozenset[str]().union(*states.values())
     others = tuple(name for name in shapes if name not in of_optimizers)
-    return _Contents(shapes, place, optimizers, states, paths, others)
+    return _TrainingFile(shapes, place, optimizers, states, paths, others)
 
 
 def _training_in(
@@ -141,24 +141,24 @@ def _training_in(
 ) -> Training:
     """Find the training as `training_in` does. are_values_state: whether values without any tensor are state, too."""
     shapes = {name: kind.shape for name, kind in inventory.items()}
-    contents = _contents_of(nest, shapes, where)
-    stateless = Training(contents.whole(), None, {})
-    with_state = contents.with_state(are_values_state=are_values_state)
+    file = _training_file(nest, shapes, where)
+    stateless = Training(file.whole(), None, {})
+    with_state = file.with_state(are_values_state=are_values_state)
     has_state = bool(with_state)
-    if not has_state and len(contents.optimizers) == 1:
+    if not has_state and len(file.optimizers) == 1:
         # Groups that say their parameters' names go with these, though there is no state.
-        with_state = [path for path, each in contents.optimizers.items() if all(group.names for group in each.groups)]
+        with_state = [path for path, each in file.optimizers.items() if all(group.names for group in each.groups)]
     if not with_state:
         return stateless
     if len(with_state) > 1:
         raise _doubt("there are several optimizers", ", ".join(with_state[:_MAX_NAMED]), where)
-    optimizer = contents.optimizers[with_state[0]]
+    optimizer = file.optimizers[with_state[0]]
     are_named = all(group.names is not None for group in optimizer.groups)
     if not are_named:
-        _require_order(contents, where)
-    models = contents.models()
+        _require_order(file, where)
+    models = file.models()
     no_parameters = {*alias, *(name for name, kind in inventory.items() if kind.dtype in _UNTRAINED)}
-    fitting, problems = _fitting_models(optimizer, models, contents, no_parameters, are_named=are_named)
+    fitting, problems = _fitting_models(optimizer, models, file, no_parameters, are_named=are_named)
     if len(fitting) != 1 and not has_state:
         return stateless
     if len(fitting) != 1:
@@ -177,14 +177,14 @@ def _training_in(
     return Training(prefix, optimizer, dict(zip(numbers, parameters)), are_named, state)
 
 
-def _require_order(contents: _Contents, where: str) -> None:
+def _require_order(file: _TrainingFile, where: str) -> None:
     """Raise MapError if the order of a file's tensors in no optimizer is not known."""
-    unplaced = [name for name in contents.others if name not in contents.place]
+    unplaced = [name for name in file.others if name not in file.place]
     if unplaced:
         raise MapError(
             "torch numbers the optimizer's state by the order of the model's tensors, which is not known here",
             expected="torch's own file, or a checkpoint that this program has made of it",
-            got=f"{'no order' if not contents.place else 'an order without these'}: {', '.join(unplaced[:_MAX_NAMED])}",
+            got=f"{'no order' if not file.place else 'an order without these'}: {', '.join(unplaced[:_MAX_NAMED])}",
             where=where,
             remedy=_ORDER_REMEDY,
         )
@@ -193,7 +193,7 @@ def _require_order(contents: _Contents, where: str) -> None:
 def _fitting_models(
     optimizer: Numbered,
     models: Mapping[str, Sequence[str]],
-    contents: _Contents,
+    file: _TrainingFile,
     no_parameters: Container[str],
     *,
     are_named: bool,
@@ -216,8 +216,8 @@ def _fitting_models(
         for path, own in sorted(models.items(), key=lambda model: -len(model[0])):
             inner = None
             if is_wrapped:
-                inner = tuple(other for other in contents.paths if other != path and other.startswith(path))
-            parameters, problem = parameters_of_numbers(optimizer, path, own, contents.shapes, no_parameters, inner)
+                inner = tuple(other for other in file.paths if other != path and other.startswith(path))
+            parameters, problem = parameters_of_numbers(optimizer, path, own, file.shapes, no_parameters, inner)
             beside = [name for name in own if not name.startswith(inner or ())]
             if parameters and not (exact and _is_part(parameters, path, beside)):
                 fitting.setdefault(parameters, path)

@@ -95,7 +95,7 @@ def plan_target(target: TargetTensors, strategy_table: str) -> RankPlan:
 def _planned_tensors(
     target: TargetTensors, choices: Sequence[Sequence[int | None]], unfit: Mapping[str, ReshardError]
 ) -> tuple[PlannedTensors, dict[str, ReshardError]]:
-    """Return where all tensors are read from, and those that nobody has, with the errors.
+    """Plan where tensors are read from; return the plans, and an error for each tensor that nobody has.
 
     Args:
         choices: the rank that each part of each class is read from.

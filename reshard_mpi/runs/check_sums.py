@@ -109,7 +109,7 @@ def check_shard(
 
 
 class _ShardCheck:
-    """The check of the files of one rank, one after another, and what it has found so far. As for `check_shard`."""
+    """Checks the files of one rank, one after another, and keeps its findings. Arguments are as of `check_shard`."""
 
     def __init__(
         self,
