@@ -118,25 +118,25 @@ def applied(
     if rules is not None and taken.direction is not None and taken.dropped:
         states_dropped = states_among(taken.dropped, inventory, rules, taken.direction, choice.owners)
     return MapResult(
-        made,
-        tuple(constant_typed(choice, constant) for constant in outcome.constants),
-        tuple(_equal((*taken.matches, *taken.states), used, scalars)),
-        (*_pads((*taken.matches, *taken.states), used), *zeros(taken.dropped, inventory)),
-        (
+        made=made,
+        constants=tuple(constant_typed(choice, constant) for constant in outcome.constants),
+        equal=tuple(_equal((*taken.matches, *taken.states), used, scalars)),
+        pads=(*_pads((*taken.matches, *taken.states), used), *zeros(taken.dropped, inventory)),
+        left_out=(
             *taken.dropped,
             *(name for name in shapes if name not in chosen),
             *(name for name, _ in scalars.numbers),
             *(() if outcome.numbers else scalars.steps),
         ),
-        taken.direction,
-        tuple(outcome.numbers),
-        scalars,
-        () if rules is None else (*_cautions(rules, taken, everything, inventory), *copies),
-        everything.settings,
-        (*states_dropped, *(name for name in shapes if name in states_out)),
-        stranded,
-        () if rules is None else tuple(usual_notes(taken.matches, rules)),
-        {own.name: own.dtype for own, tensor in zip(outcome.tensors, made) if own.dtype != tensor.dtype},
+        direction=taken.direction,
+        computed=tuple(outcome.numbers),
+        counted=scalars,
+        cautions=() if rules is None else (*_cautions(rules, taken, everything, inventory), *copies),
+        settings=everything.settings,
+        states_left_out=(*states_dropped, *(name for name in shapes if name in states_out)),
+        stranded=stranded,
+        notes=() if rules is None else tuple(usual_notes(taken.matches, rules)),
+        own_types={own.name: own.dtype for own, tensor in zip(outcome.tensors, made) if own.dtype != tensor.dtype},
     )
 
 

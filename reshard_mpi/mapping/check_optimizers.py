@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from reshard_mpi.formats.nest import dictionaries_in, names_by_path
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.numbered_optimizers import WRAPPERS, begins_of
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Form, Optimizer
-from reshard_mpi.mapping.result import DerivedTensor, taken_of
+from reshard_mpi.mapping.result import DerivedTensor, names_taken, taken_of
 from reshard_mpi.mapping.tensor_kinds import without_state_of_others
 from reshard_mpi.sharding.strides import paired
 from reshard_mpi.text import shortened
@@ -76,7 +77,9 @@ def require_own_state(
         sides = _sides(of_source, _models(of_source, inventory), inventory)
         kept = [side for side in sides if not used.isdisjoint(side.parameters)]
         for source_side in kept or sides:  # a model that is left out, such as an average, is not the optimizer's
-            faults = [_fault(side, source_side, inventory, left_out, target) for side in target_sides]
+            trained = frozenset(source_side.parameters)
+            compared = (_Compared(side, source_side, trained, inventory, left_out, target) for side in target_sides)
+            faults = [each.fault() for each in compared]
             fault = faults[0] if all(faults) else _taken_out(target_sides, source_side, target)
             if fault is not None:
                 raise MapError(fault.problem, expected=_EXPECTED, got=fault.got, where=where, remedy=fault.remedy)
@@ -201,55 +204,81 @@ def _models_behind(optimizer: Optimizer, tensors: Collection[str]) -> tuple[str,
     return wrapper, _models(inner, tensors)
 
 
-def _fault(
-    own: _Side, of_source: _Side, inventory: Inventory, left_out: Collection[str], target: MadeTensors
-) -> _Fault | None:
-    """Return the first fault of a target's optimizer; None if there is none. left_out: names of source tensors."""
-    owners: dict[str, set[str]] = {}  # of the source's state, the target's parameters that have it
-    parameters = frozenset(of_source.parameters)
-    for name in (*own.owner_of, *own.unowned):
-        states = [state for state in target.sources_of[name] if state in of_source.owner_of]
+class _Compared(NamedTuple):
+    """An optimizer of the target, held against the source's that it has come of."""
+
+    own: _Side
+    of_source: _Side
+    trained: frozenset[str]  # the parameters of the source's
+    inventory: Inventory
+    left_out: Collection[str]  # names of source tensors
+    target: MadeTensors
+
+    def fault(self) -> _Fault | None:
+        """Return the first fault of the target's optimizer; None if there is none."""
+        of_states = map(self._fault_of_state, (*self.own.owner_of, *self.own.unowned))
+        of_parameters = map(self._fault_of_parameter, self.own.parameters)
+        return next(filter(None, chain(of_states, of_parameters, self._lacking_state())), None)
+
+    def _states(self, name: str) -> list[str]:
+        """Return the state of the source's optimizer that a tensor is made of."""
+        return [state for state in self.target.sources_of[name] if state in self.of_source.owner_of]
+
+    def _is_of(self, state: str, owner: str) -> bool:
+        """Tell whether a parameter of the target is made of the parameter that state of the source is of."""
+        parameter = self.of_source.owner_of[state]
+        origins = self.target.sources_of.get(owner)
+        return parameter in origins if origins is not None else parameter not in self.inventory
+
+    def _fault_of_state(self, name: str) -> _Fault | None:
+        """Return the fault of a tensor among the optimizer's state: of others, of none, or arranged otherwise."""
+        states, owner_of = self._states(name), self.of_source.owner_of
         for state in states:
-            if of_source.owner_of[state] in left_out:
-                problem = f"{of_source.owner_of[state]} is excluded, and its state is not"
-                return _Fault(problem, state, _excluding(of_source, state))
-        if name not in own.owner_of:
+            if owner_of[state] in self.left_out:
+                problem = f"{owner_of[state]} is excluded, and its state is not"
+                return _Fault(problem, state, _excluding(self.of_source, state))
+        if name not in self.own.owner_of:
             if states:
-                return _Fault(f"state of {of_source.owner_of[states[0]]} would be of no parameter", name)
-            for parameter in sorted(parameters.intersection(target.sources_of[name])):
-                return _Fault(f"{parameter} would be among the state of its optimizer", name)
-            continue
-        owner = own.owner_of[name]
-        origins = target.sources_of.get(owner)
-        strangers = []
-        for state in states:
-            parameter = of_source.owner_of[state]
-            if parameter in origins if origins is not None else parameter not in inventory:
-                owners.setdefault(state, set()).add(owner)
-            else:
-                strangers.append(parameter)
+                return _Fault(f"state of {owner_of[states[0]]} would be of no parameter", name)
+            among = sorted(self.trained.intersection(self.target.sources_of[name]))
+            return _Fault(f"{among[0]} would be among the state of its optimizer", name) if among else None
+        owner, made = self.own.owner_of[name], self.target.made
+        strangers = [owner_of[state] for state in states if not self._is_of(state, owner)]
         # Parameters that an equation takes together have equal counters, and one of these is taken.
-        is_counter = all(prod(inventory[state].shape) == 1 for state in states)
-        is_together = owner in target.made and target.made[name].where == target.made[owner].where != ""
+        is_counter = all(prod(self.inventory[state].shape) == 1 for state in states)
+        is_together = owner in made and made[name].where == made[owner].where != ""
         if strangers and not (is_counter and (is_together or len(strangers) < len(states))):
             return _Fault(f"state of {strangers[0]} would be kept of {owner}, which is not made of it", name)
-        made = target.made
-        if origins is not None and not _is_made_alike(made[name], made[owner], origins, of_source, inventory):
-            return _Fault(f"state of {owner} would be arranged in another way than {owner}", name)
-    made_of: dict[str, set[str]] = {}  # by parameter of the source: the target's
-    for parameter in own.parameters:
-        tensor = target.made.get(parameter)
-        parts = frozenset() if tensor is None else {tensor.sources[place] for place in taken_of(tensor)}
-        if not parts <= parameters and not parts.isdisjoint(parameters):
-            problem = f"{parameter} would be made of parameters of an optimizer and of tensors that it does not train"
-            return _Fault(problem, min(parts - parameters), "leave the optimizer out (--exclude)")
-        for source in target.sources_of.get(parameter, ()):
-            made_of.setdefault(source, set()).add(parameter)
-    for state, having in owners.items():
-        parameter = of_source.owner_of[state]
-        for lacking in sorted(made_of.get(parameter, having) - having):
-            return _Fault(f"{lacking} would be without state of {parameter}, which it is made of", state)
-    return None
+        origins = self.target.sources_of.get(owner)
+        if origins is None or _is_made_alike(made[name], made[owner], origins, self.of_source, self.inventory):
+            return None
+        return _Fault(f"state of {owner} would be arranged in another way than {owner}", name)
+
+    def _fault_of_parameter(self, parameter: str) -> _Fault | None:
+        """Return the fault of a parameter that is made of trained tensors and of others."""
+        tensor = self.target.made.get(parameter)
+        parts = frozenset[str]() if tensor is None else names_taken(tensor)
+        strangers = parts - self.trained
+        if not strangers or strangers == parts:
+            return None
+        problem = f"{parameter} would be made of parameters of an optimizer and of tensors that it does not train"
+        return _Fault(problem, min(strangers), "leave the optimizer out (--exclude)")
+
+    def _lacking_state(self) -> Iterator[_Fault]:
+        """Yield faults of parameters that lack state which others have that are made of the same parameter."""
+        having: dict[str, set[str]] = {}  # by state of the source: parameters of the target
+        for name, owner in self.own.owner_of.items():
+            for state in self._states(name):
+                if self._is_of(state, owner):
+                    having.setdefault(state, set()).add(owner)
+        made_of: dict[str, set[str]] = {}  # by parameter of the source: parameters of the target
+        for parameter in self.own.parameters:
+            for source in self.target.sources_of.get(parameter, ()):
+                made_of.setdefault(source, set()).add(parameter)
+        for state, owners in having.items():
+            parameter = self.of_source.owner_of[state]
+            for lacking in sorted(made_of.get(parameter, owners) - owners):
+                yield _Fault(f"{lacking} would be without state of {parameter}, which it is made of", state)
 
 
 def _taken_out(own: Sequence[_Side], of_source: _Side, target: MadeTensors) -> _Fault | None:
@@ -300,7 +329,7 @@ def _is_made_alike(
         origins: what the parameter is made of, with what is equal to that.
     """
     owner_of = {place: side.owner_of.get(state.sources[place], "") for place in taken_of(state)}
-    taken = frozenset(parameter.sources[place] for place in taken_of(parameter))
+    taken = names_taken(parameter)
     if len(taken) == 1:  # the state of a tensor that is equal to it
         owner_of = {place: min(taken) if owner in origins else owner for place, owner in owner_of.items()}
     shapes = [inventory[state.sources[place]].shape for place in owner_of]
