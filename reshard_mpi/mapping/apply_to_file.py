@@ -186,10 +186,7 @@ def _mapped(
     _require_different(chain.in_files[-1], chain.by_maps[-1], source.path)
     _require_read(source, chain.made)
     if source.nest is not None:
-        of_like = (None, ()) if like is None else (like.nest, tuple(like.training.parameters.values()))
-        require_none_by_order(
-            source.nest, names.optimizers, inventory, chain.in_files, chain.made, *of_like, source.path
-        )
+        require_none_by_order(source.nest, names.optimizers, inventory, chain.in_files, chain.made, like, source.path)
     if like is not None:
         return _nested_as_like(like, source.nest, names, chain, inventory, source.path)
     if source.nest is None:

@@ -24,6 +24,7 @@ from reshard_mpi.mapping.matching import Match
 from reshard_mpi.mapping.numbered_optimizers import begins_of
 from reshard_mpi.mapping.optimizers import GROUPS, STATE_KEY, Form, Optimizer
 from reshard_mpi.mapping.result import DerivedTensor, MapResult
+from reshard_mpi.mapping.selection import TargetTemplate
 from reshard_mpi.mapping.tensor_kinds import (
     ends_of,
     has_shape_of,
@@ -310,8 +311,7 @@ def require_none_by_order(
     inventory: Inventory,
     chain: Sequence[MapResult],
     made: Iterable[DerivedTensor],
-    like: str | None,
-    of_like: Sequence[str],
+    like: TargetTemplate | None,
     where: str,
 ) -> None:
     """Raise MapError if tensors in the order of parameters stay as they are, and the parameters do not.
@@ -321,11 +321,11 @@ def require_none_by_order(
     order may be the model's, or that of the optimizer's numbers, group after group.
 
     Args:
-        nest: of the source; like: of the checkpoint that the target is like; of_like: the parameters of its optimizer
-            by numbers, in their order.
+        nest: of the source.
         optimizers: of the source, whose state by parameters is not meant.
         inventory: of the source's tensors, in order.
         chain: what each map makes; made: what the last one makes of the source's tensors.
+        like: the checkpoint that the target is to be like; None: there is none.
         where: the source, for errors.
     """
     root = parsed(nest).root
@@ -333,7 +333,7 @@ def require_none_by_order(
     if not numbering:
         return
     copied = {each.name: each.sources[place] for each in made if (place := _copied(each, inventory)) is not None}
-    in_target = list(copied) if like is None else parsed(like).in_order(copied)
+    in_target = list(copied) if like is None or like.nest is None else parsed(like.nest).in_order(copied)
     position = {copied[name]: number for number, name in enumerate(in_target)}
     # The parameters of each model in an order that its state may have, with their places in the target.
     apart = (*numbering, *(begin for optimizer in optimizers for begin in begins_of(optimizer.path)))
@@ -341,7 +341,7 @@ def require_none_by_order(
     orders: list[tuple[list[str], Mapping[str, int]]] = [
         (names, position) for names in names_by_path(others, {path for path, _ in dictionaries_in(root)}).values()
     ]
-    numbered = [copied[name] for name in of_like if name in copied]
+    numbered = [] if like is None else [copied[name] for name in like.training.parameters.values() if name in copied]
     for names in ([*each.parameters] for each in optimizers if each.form is Form.NUMBERS):
         in_order = numbered or [name for name in names if name in position]  # groups keep their order otherwise
         orders.append((names, {name: number for number, name in enumerate(in_order)}))
