@@ -72,38 +72,59 @@ def applied_to_file(
         choice, like: of what the last makes.
 
     In a whole training whose optimizer goes by names, maps see names without `model.`, and whole names only if they fit
-    none of these. The same holds for the checkpoint of `like`.
+    none of these. The same holds for the checkpoint of `like`. Where the optimizer goes by numbers, and there is no
+    `like`, they see whole names, and names without `model.` only if they fit none of these.
     """
     if not rules:
         return _without_maps(choice, inventory, source, forward)
     if source.nest is not None:
         inventory = {name: inventory[name] for name in in_order(source.nest, inventory, source.path)}
     training = _training(choice, inventory, source)
-    is_below = _goes_by_names_below(source.nest, training)
-    below = training._replace(prefix=MODEL) if is_below else training
-    like_below = like
-    if like is not None and _goes_by_names_below(like.nest, like.training):
-        like_below = like.below(MODEL)
-    attempts = [(below, like_below, like is None), (training, like, False)]
-    if below is training and like_below is like:
-        attempts = attempts[1:]
-    outside = frozenset(name for name in inventory if below is not training and not name.startswith(MODEL))
-    of_model = choice._replace(beside=outside)
     of_optimizers = tuple(begin for each in optimizers_in_nest(source.nest, training) for begin in begins_of(each.path))
     fitting: list[MappedFile] = []
     unfit: list[MapError] = []
-    for own, own_like, is_below in attempts:
+    for own, own_like, is_below, beside in _attempts(source.nest, training, inventory, like):
+        of_model = choice._replace(beside=beside)
         try:
             fitting.append(_mapped(rules, of_model, inventory, source, own, forward, own_like, is_below=is_below))
         except MapError as error:
             if not (fitting or isinstance(error, UnfitMapError)):
                 raise
             unfit.append(error)
-        if fitting and not _takes_others_alone(fitting[-1], outside, of_optimizers):
+        if fitting and not _takes_others_alone(fitting[-1], beside, of_optimizers):
             return fitting[-1]
     if not fitting:
         raise unfit[0]
     return fitting[0]
+
+
+class _Attempt(NamedTuple):
+    """A way in which maps may see the names of a file, since they say these with or without the model's key."""
+
+    training: Training  # its prefix is left out of names
+    like: TargetTemplate | None
+    is_below: bool  # names are seen below the model's key, and the target has the model below it, too
+    beside: frozenset[str]  # tensors beside the model, which equations of parameters do not take
+
+
+def _attempts(
+    nest: str | None, training: Training, inventory: Inventory, like: TargetTemplate | None
+) -> list[_Attempt]:
+    """Return in which ways maps may see the names of a file, the likely one first."""
+    outside = frozenset(name for name in inventory if not name.startswith(MODEL))
+    if _goes_by_names_below(nest, training):
+        below, beside = training._replace(prefix=MODEL), outside
+    else:
+        below, beside = training, frozenset[str]()
+    like_below = like
+    if like is not None and _goes_by_names_below(like.nest, like.training):
+        like_below = like.below(MODEL)
+    whole = _Attempt(training, like, False, beside)
+    if below is not training or like_below is not like:
+        return [_Attempt(below, like_below, like is None, beside), whole]
+    if like is None and training.optimizer is not None and training.prefix == MODEL and is_whole_training(nest):
+        return [whole, _Attempt(training, None, True, outside)]
+    return [whole]
 
 
 def _without_maps(choice: Selection, inventory: Inventory, source: SourceTree, forward: bool | None) -> MappedFile:

@@ -79,8 +79,16 @@ class VisibleNames(NamedTuple):
         )
 
     def beside(self) -> dict[str, str]:
-        """Return the tensors that lie beside the model, with their names in the file."""
-        return {name: own for name, own in self.in_file.items() if name == own or not own.startswith(self.prefix)}
+        """Return the tensors that lie beside the model, with their names in the file; numbered state has others."""
+        return {
+            name: own
+            for name, own in self.in_file.items()
+            if name == own or not (own.startswith(self.prefix) or self.is_numbered(name))
+        }
+
+    def is_numbered(self, name: str) -> bool:
+        """Tell whether a tensor is of an optimizer that numbers its parameters, by the name that maps see."""
+        return self.training.optimizer is not None and name.startswith(self.training.state)
 
 
 class NamedChain(NamedTuple):
@@ -212,8 +220,8 @@ def _below_prefix(training: Training, apart: Mapping[str, str]) -> Callable[[str
     Args:
         apart: the names of tensors that are not in the model, and what these are called in the target.
     """
-    below = training.prefix
-    return lambda name: apart.get(name) or (name if name.startswith(training.state) else f"{below}{name}")
+    below, in_optimizer = training.prefix, _state_by_names(training, "")
+    return lambda name: apart.get(name) or (in_optimizer(name) if name.startswith(training.state) else f"{below}{name}")
 
 
 def _made_apart(names: VisibleNames, chain: Sequence[MapResult], made: Sequence[DerivedTensor]) -> dict[str, str]:
@@ -244,7 +252,7 @@ def _made_apart(names: VisibleNames, chain: Sequence[MapResult], made: Sequence[
     outside = {
         name
         for name, own in sources_by_name.items()
-        if own and all(source.partition(".")[0] != model for source in own)
+        if own and all(source.partition(".")[0] != model for source in own) and not names.is_numbered(name)
     }
     of_state = states | made_up | {name for name in outside if names.of_parameters.issuperset(sources_by_name[name])}
     named_as_state = {name for name in of_state if not name.startswith((training.state, *of_optimizers))}

@@ -95,6 +95,50 @@ def test_a_map_sees_the_names_below_the_model_though_it_fits_whole_names(
     assert loaded["optimizer"]["param_groups"][0]["params"] == [*renamed.values()]
 
 
+@pytest.mark.parametrize("are_named", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"map": RENAMING},
+        {"map": [RENAMING, "decoder.{l}.query.weight [a b] <=> decoder.{l}.kernel [b a]"]},
+        {"map": ["model.layers.{l}.q.bias <=> model.layers.{l}.q.beta", "{p*}.beta <=> net.{p*}.beta"]},
+        {"map": RENAMING, "exclude": ["*lm_head*"]},
+        {"map": RENAMING, "exclude": ["optimizer.*"]},
+        {"map": RENAMING, "include": ["*query.weight*"]},
+    ],
+)
+def test_maps_that_fit_no_whole_name_see_the_names_below_numbered_state_too(
+    tmp_path: Path, options: dict[str, Any], are_named: bool
+) -> None:
+    """A map for the model alone, as those for Llama are, does for the file that torch saves of a training."""
+    source = training()
+    del source["model"]["scale"]  # a buffer has no number, and may not be told from a parameter
+    (tmp_path / "names").mkdir()
+    by_names = converted(tmp_path / "names", source, forward=True, to="torch", **options)
+    optimizer = source["optimizer"]
+    optimizer["state"] = dict(enumerate(optimizer["state"].values()))
+    optimizer["param_groups"] = [{"lr": 0.1, "params": [*range(len(WEIGHTS))]}]
+    if are_named:
+        optimizer["param_groups"][0]["param_names"] = [*WEIGHTS]
+    by_numbers = converted(tmp_path, source, forward=True, to="torch", **options)
+    expected, found = held(by_names), held(by_numbers)
+    assert expected and found.keys() == expected.keys()
+    assert all(np.array_equal(found[name], array) for name, array in expected.items())
+    groups, expected_groups = (tree_of(folder)["optimizer"]["param_groups"] for folder in (by_numbers, by_names))
+    assert [{**group, "params": sorted(group["params"])} for group in groups] == [
+        {**group, "params": sorted(group["params"])} for group in expected_groups
+    ]
+
+
+def test_maps_that_fit_whole_names_beside_numbered_state_see_these(tmp_path: Path) -> None:
+    source = training()
+    del source["model"]["scale"]
+    source["optimizer"]["state"] = dict(enumerate(source["optimizer"]["state"].values()))
+    source["optimizer"]["param_groups"] = [{"params": [*range(len(WEIGHTS))]}]
+    dst = converted(tmp_path, source, map="model.model.{p*} <=> model.net.{p*}", forward=True, to="torch")
+    assert "model.net.layers.0.q.weight" in held(dst)
+
+
 def test_a_map_that_fits_neither_says_the_names_below(tmp_path: Path) -> None:
     with pytest.raises(MapError, match=r"did you mean 'model\.layers\.0\.q\.weight'"):
         converted(tmp_path, training(), map="model.layer.{l}.q.weight <=> decoder.{l}.query", to="torch")
@@ -159,18 +203,6 @@ def test_what_lies_beside_the_model_is_taken_by_its_key_alone(tmp_path: Path, *,
         made = held(converted(tmp_path, source, map=path, forward=True, overwrite=True)).keys()
         expected = {"model.a.v", "model.b.v", "rng_state", "avg.a.gamma" if name == "said" else "ema.a.gamma"}
         assert made == expected | {f"optimizer.state.{own}.v.exp_avg" for own in "ab" if has_state}
-
-
-def test_the_map_that_is_a_part_of_a_training_by_numbers_stays_so(tmp_path: Path) -> None:
-    """Numbers go by the order of names in the file, below which a map begins only with `like`."""
-    numbered = training()
-    numbered["optimizer"] = {
-        "state": {number: {"exp_avg": stored(array * 10)} for number, array in enumerate(WEIGHTS.values())},
-        "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}],
-    }
-    del numbered["model"]["scale"]
-    with pytest.raises(MapError, match="does not fit the checkpoint"):
-        converted(tmp_path, numbered, map=RENAMING, to="torch")
 
 
 @few_cases(1, "options", [{}, {"map": RENAMING}, {"max_shard_size": 40}, {"jobs": 2, "max_shard_size": 40}])
