@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 from reshard_mpi.checkpoints.compare_samples import is_telling
@@ -26,9 +25,9 @@ from reshard_mpi.sharding.box import Box
 
 # Of more files none is compared, and no tensor in more chunks; none in an object store, where each place is a request.
 _MOST_FILES = 256
-# Numbers of tensors that are compared, of tensors among them that are divided alike, and of chunks of each file, not
-# all of one value, by which copies are looked for.
-_MOST_TENSORS, _MOST_ALIKE, _FEW_CHUNKS = 64, 4, 4
+# By how many chunks of each file copies are looked for: by a few that are not all of one value, of tensors that are
+# divided alike, by so many of all tensors, and by so many of any value.
+_FEW_ALIKE, _MOST_TELLING, _MOST_READ = 4, 64, 1024
 
 
 class _ListedPart(NamedTuple):
@@ -47,28 +46,31 @@ class _Contents:
         self._read: dict[int, bytes] = {}
 
     def of(self, part: _ListedPart) -> bytes:
-        """Return elements of a chunk. Raises ShardError if they cannot be read."""
+        """Return elements of a chunk; nothing if they cannot be read, which is left to planning."""
         content = self._read.get(id(part))
         if content is None:
-            boxes = places(part.entry.name, part.entry.shape)
-            content = self._read[id(part)] = b"".join(excerpt(self._files, part.entry, box) for box in boxes)
+            boxes, content = places(part.entry.name, part.entry.shape), b""
+            with contextlib.suppress(ShardError, OSError):
+                content = b"".join(excerpt(self._files, part.entry, box) for box in boxes)
+            self._read[id(part)] = content
         return content
+
+    def is_telling(self, part: _ListedPart) -> bool:
+        """Tell whether a chunk varies enough that others would differ from it."""
+        return is_telling(self.of(part), part.entry.dtype)
 
 
 def require_own_files(source: SourceCheckpoint) -> None:
-    """Raise DisagreementError if a file that an index lists is a copy of another one with other parts.
-
-    Files that cannot be read are left to planning.
-    """
+    """Raise DisagreementError if a file that an index lists is a copy of another one with other parts."""
     shard = source.find(0)
     tensors = None if shard is None else shard.tensors
     if not isinstance(tensors, ChunkedTensors) or is_object_path(tensors.path):
         return
-    shared_out = [*islice(_shared_out(tensors), _MOST_TENSORS)]
-    if len({part.path for parts in shared_out for part in parts}) > _MOST_FILES:
+    if len({table.path for chunks in tensors.chunk_lists for _, table in chunks}) > _MOST_FILES:
         return
-    with Files() as files, contextlib.suppress(ShardError, OSError):
+    with Files() as files:
         contents = _Contents(files)
+        shared_out = [*_shared_out(tensors, contents)]
         for first, second in _suspects(shared_out, contents):
             if _are_copies(shared_out, first.path, second.path, contents):
                 raise DisagreementError(
@@ -81,19 +83,33 @@ def require_own_files(source: SourceCheckpoint) -> None:
                 )
 
 
-def _shared_out(tensors: ChunkedTensors) -> Iterator[list[_ListedPart]]:
-    """Yield the chunks of each tensor that several files share out; of tensors that are divided alike, of a few."""
-    seen = Counter[int]()
+def _shared_out(tensors: ChunkedTensors, contents: _Contents) -> Iterator[list[_ListedPart]]:
+    """Yield the chunks of tensors that several files share out, until there are enough of each file.
+
+    Those of many tensors that are divided alike may be alike by nature, so a file has enough in each way to divide.
+    """
+    alike, telling, read = Counter[tuple[str, int]](), Counter[str](), Counter[str]()
+    done = set[int]()  # ways to divide of which every file has enough
+
+    def has_enough(path: str, way: int) -> bool:
+        return alike[path, way] >= _FEW_ALIKE or telling[path] >= _MOST_TELLING or read[path] >= _MOST_READ
+
     for name, number in tensors.index_by_name.items():
-        list_number = tensors.chunk_list_ids[number]
-        chunks = tensors.chunk_lists[list_number]
-        if seen[list_number] == _MOST_ALIKE or not 1 < len(chunks) <= _MOST_FILES:
+        way = tensors.chunk_list_ids[number]
+        chunks = tensors.chunk_lists[way]
+        if way in done or not 1 < len(chunks) <= _MOST_FILES:
             continue
-        seen[list_number] += 1
         listed = [_listed_part(name, box, file, own) for (box, file), own in zip(chunks, tensors.numbers[number])]
-        known = [chunk for chunk in listed if chunk is not None]
-        if len({chunk.path for chunk in known}) > 1:
-            yield known
+        parts = [part for part in listed if part is not None]
+        paths = {part.path for part in parts}
+        if len(paths) > 1 and not all(has_enough(path, way) for path in paths):
+            new = {part.path for part in parts if contents.is_telling(part)}
+            read.update(paths)
+            telling.update(new)
+            alike.update((path, way) for path in new)
+            yield parts
+        elif all(table.path != tensors.path for _, table in chunks):  # else tensors divided alike lie in other files
+            done.add(way)
 
 
 def _listed_part(name: str, box: Box, tensors: TensorTable, number: int) -> _ListedPart | None:
@@ -109,13 +125,9 @@ def _suspects(
     shared_out: Iterable[Sequence[_ListedPart]], contents: _Contents
 ) -> Iterator[tuple[_ListedPart, _ListedPart]]:
     """Yield two chunks of one tensor, in different files, that are different parts of it and hold the same."""
-    looked_at = Counter[str]()
     for parts in shared_out:
         held: defaultdict[tuple[object, bytes], list[_ListedPart]] = defaultdict(list)
-        for part in parts:
-            if looked_at[part.path] == _FEW_CHUNKS or not is_telling(contents.of(part), part.entry.dtype):
-                continue
-            looked_at[part.path] += 1
+        for part in filter(contents.is_telling, parts):
             others = held[part.entry.shape, contents.of(part)]
             yield from ((other, part) for other in others if other.box != part.box and other.path != part.path)
             others.append(part)

@@ -71,6 +71,24 @@ def test_constants_are_no_sign_of_copies(tmp_path: Path, value: float) -> None:
     assert all((array == value).all() for array in dict(reshard_mpi.load_rank(0, tmp_path / "out")).values())
 
 
+@pytest.mark.parametrize("kinds", [1, 40])
+def test_tensors_before_those_that_copies_share_hide_none(tmp_path: Path, kinds: int) -> None:
+    """As where the optimizer's folder comes behind the model's, or a stage behind another, with files of its own."""
+    random = np.random.default_rng(1)
+    shapes = [(8, 5 + number % kinds) for number in range(80)]
+    others = {f"a.{number}": random.standard_normal(shape).astype(np.float32) for number, shape in enumerate(shapes)}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "optimizer").mkdir()
+    model, optimizer = saved(tmp_path / "model", others), saved(tmp_path / "optimizer", drawn())
+    source = tmp_path / "both"
+    source.mkdir()
+    model.rename(source / "model")
+    optimizer.rename(source / "optimizer")
+    copy(source / "optimizer", 0, 1)
+    said = refused("transform", source, tmp_path / "out")
+    assert "are copies of one" in said and "optimizer" in said
+
+
 def test_constants_hide_no_copies(tmp_path: Path) -> None:
     """Many an optimizer's state is all zeros yet, and comes before the weights."""
     zeros = {f"a.{number}": np.zeros((8, number + 1), np.float32) for number in range(6)}

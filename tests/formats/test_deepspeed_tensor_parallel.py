@@ -38,6 +38,13 @@ def test_a_rank_whose_files_are_copies_of_another(tmp_path: Path, stage: int) ->
     assert "are copies of one" in refused("transform", tmp_path / "save", tmp_path / "out")
 
 
+def test_ranks_that_have_nothing_of_what_is_cut_may_have_the_same(tmp_path: Path) -> None:
+    training = deepspeed_peer.training({"a.b": (4,)}, dtype="bfloat16", frozen={"norm.w": np.ones(3, np.float32)})
+    sliced = deepspeed_slices.sliced(training, {"a.b": Cut("halves"), "norm.w": Cut("replicated")}, 4)
+    deepspeed_slices.write(tmp_path / "save", sliced, Form(1, 1))
+    require_read(tmp_path / "save", sliced.whole, Form(1, 1))
+
+
 SHAPES = {"a.w": (4, 6), "a.b": (4,), "norm.w": (6,), "words.w": (5, 2), "qkv.w": (9, 2), "mean.w": (3, 2)}
 CUTS = {
     "a.w": Cut("row"),

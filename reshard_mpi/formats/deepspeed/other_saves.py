@@ -12,11 +12,11 @@ from pathlib import Path
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.deepspeed.parameters import OF_EXPERT, TIED
 from reshard_mpi.formats.deepspeed.rank_files import ModelStates
-from reshard_mpi.formats.deepspeed.ranks import RankStates, require_own_files
+from reshard_mpi.formats.deepspeed.ranks import Ranks, RankStates, require_own_files
 from reshard_mpi.formats.deepspeed.training_tree import DeepSpeedTraining
 from reshard_mpi.formats.nest.nodes import Value
 from reshard_mpi.formats.structure import step_in_name
-from reshard_mpi.formats.torch.file_content import TensorPieces
+from reshard_mpi.formats.torch.file_content import HeldTensor, TensorPieces
 from reshard_mpi.text import counted
 
 
@@ -90,17 +90,31 @@ def require_own_slices(
 ) -> None:
     """Raise DisagreementError if two tensor-parallel ranks of a stage have one file though its tensors are cut.
 
+    Ranks may have nothing of the tensors that are cut, where these have fewer rows than there are ranks.
+
     Args:
         stages: the names of the parameters that each stage trains.
         first, whole: the training of the first of these ranks, and of all.
     """
 
-    def are_cut(slices: Mapping[str, Value], joined: Mapping[str, Value], names: Iterable[str]) -> bool:
-        return any(getattr(slices[name], "shape", ()) != getattr(joined[name], "shape", ()) for name in names)
+    def cut(slices: Mapping[str, Value], joined: Mapping[str, Value], names: Iterable[str]) -> list[str]:
+        return [name for name in names if getattr(slices[name], "shape", ()) != getattr(joined[name], "shape", ())]
+
+    def with_slices(names: Collection[str], ranks: Iterable[int]) -> list[int]:
+        shapes = {rank: _shapes(states.models[Ranks(0, rank)]) for rank in ranks}
+        return [rank for rank, own in shapes.items() if any(0 not in own.get(name, ()) for name in names)]
 
     parts = states.model_ranks // len(stages)
     for stage, names in enumerate(stages):
-        if are_cut(first.trained, whole.trained, names):
-            require_own_files(states.shares(stage * parts + part) for part in range(parts))
-    if are_cut(first.weights, whole.weights, first.weights):
-        require_own_files([own] for own in states.models.values())
+        if trained := cut(first.trained, whole.trained, names):
+            ranks = range(stage * parts, (stage + 1) * parts)
+            require_own_files(states.shares(rank) for rank in with_slices(trained, ranks))
+    if weights := cut(first.weights, whole.weights, first.weights):
+        require_own_files([states.models[Ranks(0, rank)]] for rank in with_slices(weights, range(states.model_ranks)))
+
+
+def _shapes(model: ModelStates) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a rank's slices of tensors, as far as its file says them."""
+    of_parameters = {name: shape for group in model.shapes or () for name, shape in group.items()}
+    tensors = {name: own.shape for name, own in (model.module or {}).items() if type(own) is HeldTensor}
+    return {**tensors, **of_parameters, **model.frozen}
