@@ -66,10 +66,12 @@ def cut(name: str, keep: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     return shorten
 
 
-def copied(name: str, other: str) -> Callable[[Path], None]:
-    """Return what puts a copy of another file in the place of one."""
+def copied(name: str, other: str, *, has_sums: bool = True) -> Callable[[Path], None]:
+    """Return what puts a copy of another file in the place of one. has_sums: their archives keep checksums."""
 
     def copy(tag: Path) -> None:
+        if not has_sums:
+            torch_peer.without_sums(tag / other)
         shutil.copy(tag / other, tag / name)
 
     return copy
@@ -92,6 +94,10 @@ SPOILED: dict[str, tuple[Training, Form, Callable[[Path], None], tuple[str, ...]
     ),
     "a rank's share again": (
         *(training(), Form(3, 3), copied(OPTIMIZER.format(2), OPTIMIZER.format(1))),
+        ("are copies of one", OPTIMIZER.format(1), OPTIMIZER.format(2)),
+    ),
+    "a rank's share again, in archives without checksums": (
+        *(training(), Form(3, 3), copied(OPTIMIZER.format(2), OPTIMIZER.format(1), has_sums=False)),
         ("are copies of one", OPTIMIZER.format(1), OPTIMIZER.format(2)),
     ),
     "a rank's part of what is frozen again": (

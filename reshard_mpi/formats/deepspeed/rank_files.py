@@ -12,7 +12,14 @@ from typing import NamedTuple
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.locations import ByteRange, ByteRanges
 from reshard_mpi.formats.nest.nodes import Call, Dict, Value, entry_of, text_pairs
-from reshard_mpi.formats.torch.file_content import FileContent, FlatVector, HeldTensor, held, read_content
+from reshard_mpi.formats.torch.file_content import (
+    FileContent,
+    FileSignature,
+    FlatVector,
+    HeldTensor,
+    held,
+    read_content,
+)
 from reshard_mpi.formats.torch.tensors import StoredTensor, numbers
 
 # What files say of their own layout. It is of these ranks, so nothing of it is carried over.
@@ -40,7 +47,7 @@ class ModelStates(NamedTuple):
         data_ranks, model_ranks: how many there are.
         values: everything else, by key.
         starts: where the storages of tensors in `values` begin.
-        checksum: of all that the file holds; None if it keeps none.
+        signature: by which copies of the file are told; None if it has none.
         odd_keys: those that are no texts, and are left out with their values.
     """
 
@@ -55,7 +62,7 @@ class ModelStates(NamedTuple):
     model_ranks: int
     values: Mapping[str, Value]
     starts: Mapping[str, int]
-    checksum: tuple[int, int] | None
+    signature: FileSignature | None
     odd_keys: Sequence[str] = ()
 
     @property
@@ -100,7 +107,7 @@ class OptimizerStates(NamedTuple):
             With `round_robin_gradients` DeepSpeed says it wrongly.
         values: everything else, by key.
         starts: where the storages of tensors in `values` begin.
-        checksum: of all that the file holds; None if it keeps none.
+        signature: by which copies of the file are told; None if it has none.
     """
 
     path: str
@@ -114,7 +121,7 @@ class OptimizerStates(NamedTuple):
     pieces: Sequence[Mapping[str, int]]
     values: Mapping[str, Value]
     starts: Mapping[str, int]
-    checksum: tuple[int, int] | None
+    signature: FileSignature | None
 
     @property
     def weights(self) -> list[ByteRange]:
@@ -166,7 +173,7 @@ def read_model_states(path: str) -> ModelStates:
             model_ranks=_count("mp_world_size", 1 if root.get("ds_version") is None else root.get("mp_world_size")),
             values={key: value for key, value in text_pairs(root) if key not in known},
             starts=content.starts,
-            checksum=content.checksum,
+            signature=content.signature,
             odd_keys=[*_odd_keys(root, ""), *_odd_keys(module, "module.")],
         )
     except _Contradiction as error:
@@ -222,7 +229,7 @@ def optimizer_states_of(state: Value, content: FileContent, path: str) -> Optimi
             pieces=[_pieces(group) for group in _list("param_slice_mappings", state.get("param_slice_mappings") or [])],
             values={name: plain(value) for name, value in text_pairs(state) if name not in known},
             starts=content.starts,
-            checksum=content.checksum,
+            signature=content.signature,
         )
     except _Contradiction as error:
         raise _unsound(path, error) from None

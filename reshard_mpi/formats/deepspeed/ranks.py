@@ -28,7 +28,7 @@ from reshard_mpi.formats.deepspeed.rank_files import (
 )
 from reshard_mpi.formats.locations import ByteRange, ByteRanges
 from reshard_mpi.formats.nest.nodes import Dict, Value
-from reshard_mpi.formats.torch.file_content import HeldTensor, same_files, text_of
+from reshard_mpi.formats.torch.file_content import FileSignature, HeldTensor, same_files, text_of
 from reshard_mpi.text import counted, shortened
 
 _ZERO = r"(?:bf16_|fp16_)?zero_pp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_?optim_states\.pt"
@@ -342,15 +342,15 @@ def require_own_files(shares: Iterable[Sequence[ModelStates | OptimizerStates]])
 
     Where there are more ranks than elements, several have padding alone.
     """
-    held: dict[tuple[tuple[int, int] | None, ...], str] = {}
+    held: dict[tuple[tuple[int, ...], ...], list[FileSignature]] = {}
     for share in shares:
-        checksums = tuple(own.checksum for own in share)
-        if not share or None in checksums:
+        own = [states.signature for states in share if states.signature is not None]
+        if not share or len(own) < len(share):
             continue
-        path = share[0].path
-        other = held.setdefault(checksums, path)
-        if other != path and any(_has_elements(run) for own in share for run in own.weights):
-            raise same_files("DeepSpeed", other, path)
+        others = held.setdefault(tuple(each.sums for each in own), own)
+        is_copy = others is not own and all(each.is_of_copy(other) for each, other in zip(own, others))
+        if is_copy and any(_has_elements(run) for states in share for run in states.weights):
+            raise same_files("DeepSpeed", others[0].path, own[0].path)
 
 
 def _has_elements(run: ByteRange) -> bool:

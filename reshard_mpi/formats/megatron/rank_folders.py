@@ -20,7 +20,7 @@ from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.megatron.layers import is_expert
 from reshard_mpi.formats.megatron.training_tree import not_of_one_save, plain
 from reshard_mpi.formats.nest.nodes import Dict, Value, text_pairs
-from reshard_mpi.formats.torch.file_content import read_content, same_files, text_of
+from reshard_mpi.formats.torch.file_content import FileSignature, read_content, same_files, text_of
 from reshard_mpi.text import natural_key
 
 MODEL_FILE, VECTOR_FILE = "model_optim_rng.pt", "distrib_optim.pt"
@@ -54,7 +54,7 @@ class RankFiles(NamedTuple):
         values: what is in this file, by key; empty if it is not there.
         vector_path: of the file with vectors of the optimizer; vectors: what is in it, None if it is not there.
         starts: where the storages of both files begin.
-        checksums: of all that either file holds; None if it is not there, or keeps no sums.
+        signatures: by which copies of either file are told; None if it is not there, or has none.
     """
 
     place: RankPlace
@@ -63,7 +63,7 @@ class RankFiles(NamedTuple):
     vector_path: str
     vectors: Value
     starts: Mapping[str, int]
-    checksums: Sequence[tuple[int, int] | None]
+    signatures: Sequence[FileSignature | None]
 
     @property
     def chunks(self) -> list[Value]:
@@ -159,8 +159,8 @@ def _read(folder: str) -> RankFiles:
             where=paths[0],
         )
     starts = {key: start for content in contents if content is not None for key, start in content.starts.items()}
-    sums = [None if content is None else content.checksum for content in contents]
-    return RankFiles(RankPlace(0, 0, 0), paths[0], dict(text_pairs(roots[0])), paths[1], roots[1], starts, sums)
+    signatures = [None if content is None else content.signature for content in contents]
+    return RankFiles(RankPlace(0, 0, 0), paths[0], dict(text_pairs(roots[0])), paths[1], roots[1], starts, signatures)
 
 
 def _require_version(first: RankFiles) -> None:
@@ -288,25 +288,36 @@ def _require_own_places(
 ) -> None:
     """Raise DisagreementError if a file says that it is of another rank than its folder.
 
-    What converts checkpoints saves one number for all of them; a number that only some have is of a copied file.
+    What converts checkpoints saves one number for all of them; a number that only some have is of a copied file. Ranks
+    are numbered by tensor parallelism first, then by experts, and by stages last, or before data parallelism (option
+    --use-tp-pp-dp-mapping). (megatron/core/parallel_state.py of Megatron-Core 0.19, class RankGenerator)
     """
-    world = args.get("world_size")
-    per_stage = world // parallelism.stages if type(world) is int else 0
-    is_one_for_all = len(set(numbers.values())) == 1 < len(numbers)
-    if is_one_for_all or not per_stage or args.get("use_tp_pp_dp_mapping"):
+    if len(set(numbers.values())) == 1 < len(numbers):
         return
     for place, number in numbers.items():
+        stage = _stage_of(number, args, parallelism)
         expert = number // parallelism.expert_tensor % parallelism.experts
-        said = RankPlace(number % parallelism.tensor, number // per_stage, expert)
+        said = RankPlace(number % parallelism.tensor, place.stage if stage is None else stage, expert)
         if said != place:
             raise DisagreementError(
                 "a file of a Megatron checkpoint is of another rank than its folder",
                 expected=f"that of tensor-parallel rank {place.tensor}, stage {place.stage}, share {place.expert} of"
                 " the experts",
-                got=f"args.rank {number} of {world}, which is at {said.tensor}, {said.stage}, {said.expert}",
+                got=f"args.rank {number}, which is at {said.tensor}, {said.stage}, {said.expert}",
                 where=folder,
                 remedy="give folders the names that Megatron has given them",
             )
+
+
+def _stage_of(number: int, args: Mapping[str, Value], parallelism: Parallelism) -> int | None:
+    """Return the stage of a rank of this number; None if the arguments of its run do not tell."""
+    world, context = args.get("world_size"), args.get("context_parallel_size", 1)
+    if not args.get("use_tp_pp_dp_mapping"):
+        per_stage = world // parallelism.stages if type(world) is int else 0
+        return number // per_stage if per_stage else None
+    if type(context) is not int or context < 1 or parallelism.experts > 1:
+        return None
+    return number // (parallelism.tensor * context) % parallelism.stages
 
 
 def _require_own_files(ranks: Sequence[RankFiles]) -> None:
@@ -314,13 +325,13 @@ def _require_own_files(ranks: Sequence[RankFiles]) -> None:
 
     Ranks of one stage that share out experts have the same where the stage has none.
     """
-    held: dict[tuple[int, int], RankFiles] = {}
+    held: dict[tuple[int, ...], tuple[RankFiles, FileSignature]] = {}
     for rank in ranks:
-        for number, checksum in enumerate(rank.checksums):
-            other = rank if checksum is None else held.setdefault(checksum, rank)
-            if other.place[:2] != rank.place[:2] or (other is not rank and _has_experts(rank)):
-                first, second = ((each.path, each.vector_path)[number] for each in (other, rank))
-                raise same_files("Megatron", first, second)
+        for own in filter(None, rank.signatures):
+            other, signature = held.setdefault(own.sums, (rank, own))
+            is_alike = other.place[:2] == rank.place[:2] and not (other is not rank and _has_experts(rank))
+            if not is_alike and own.is_of_copy(signature):
+                raise same_files("Megatron", signature.path, own.path)
 
 
 def _has_experts(rank: RankFiles) -> bool:

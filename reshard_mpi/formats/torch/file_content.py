@@ -11,7 +11,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from reshard_mpi.errors import DisagreementError, ShardError
-from reshard_mpi.filesystem.paths import START_BYTES
+from reshard_mpi.filesystem.paths import START_BYTES, is_object_path
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import DType
@@ -40,6 +40,8 @@ _PROTOCOL = 1001
 # The pickles do not say how long they are, so at first this much is read.
 _FIRST_BYTES = MIB
 _COUNT_BYTES = 8
+# By how many samples of a file copies of it are told, and how much is compared at once.
+_SAMPLES, _SAMPLE_BYTES, _COMPARED_BYTES = 64, 4096, MIB
 # Types that this program does not read, by the class of their storages: how long an element is, to pass over them.
 _PASSED_BYTES = {"QInt8Storage": 1, "QUInt8Storage": 1, "QInt32Storage": 4, "QUInt4x2Storage": 1, "QUInt2x4Storage": 1}
 _PASSED_BYTES["ComplexHalfStorage"] = 4
@@ -57,11 +59,40 @@ class FileContent(NamedTuple):
     # CRC-32 of the ones that the archive's directory has of its storages; 0 if there are none
     storages_crc: int = 0
     own_record: bytes | None = None  # what this program has added to it, None in files that others have written
+    has_elements: bool = False  # a storage is not empty
+    signature: FileSignature | None = None  # where the file may be a copy of another one
 
-    @property
-    def checksum(self) -> tuple[int, int] | None:
-        """A sum of all that the file holds, by which copies of it are told; None if it keeps none of its storages."""
-        return (self.pickle_crc, self.storages_crc) if self.storages_crc else None
+
+class FileSignature(NamedTuple):
+    """What is equal for copies of a file. Where it is of samples, equal ones may be of different files."""
+
+    path: str
+    sums: tuple[int, ...]
+    is_of_samples: bool
+
+    @classmethod
+    def of(cls, content: FileContent, file: SourceFile) -> FileSignature | None:
+        """Return the checksums that an archive keeps, else sums of samples; None in an object store without these.
+
+        Files without elements of tensors may well be alike, and have none either.
+        """
+        if content.storages_crc:
+            return cls(file.path, (content.pickle_crc, content.storages_crc), False)
+        if not content.has_elements or is_object_path(file.path):
+            return None
+        step_bytes = max(_SAMPLE_BYTES, file.size_bytes // _SAMPLES)
+        samples = (file.read(start, _SAMPLE_BYTES) for start in range(0, file.size_bytes, step_bytes))
+        return cls(file.path, (file.size_bytes, *map(crc32, samples)), True)
+
+    def is_of_copy(self, other: FileSignature) -> bool:
+        """Tell whether two files hold the same; if signatures are of samples, by reading both files."""
+        if self.sums != other.sums or not self.is_of_samples:
+            return self.sums == other.sums
+        with structure.opened(self.path) as one, structure.opened(other.path) as two:
+            return all(
+                one.read(start, _COMPARED_BYTES) == two.read(start, _COMPARED_BYTES)
+                for start in range(0, one.size_bytes, _COMPARED_BYTES)
+            )
 
 
 class Storages:
@@ -77,6 +108,10 @@ class Storages:
         self.by_key: dict[str, Storage] = {}
         self.unknown: dict[str, Storage] = {}
         self._prefix = prefix
+
+    @property
+    def have_elements(self) -> bool:
+        return any(storage.size_bytes for storage in self.by_key.values())
 
     @property
     def hooks(self) -> PickleHooks:
@@ -170,7 +205,9 @@ def of_archive(archive: Archive, budget_bytes: int = BUDGET_BYTES, prefix: str =
         record = None  # it is damaged, and as good as none
     storages_crc = crc32(array("L", sums).tobytes()) if any(sums) else 0
     is_swapped = order.decode() != sys.byteorder
-    return FileContent(root, starts, is_swapped, pickle.crc, crc32(data), storages_crc, record)
+    return FileContent(
+        root, starts, is_swapped, pickle.crc, crc32(data), storages_crc, record, has_elements=storages.have_elements
+    )
 
 
 def _member_bytes(file: SourceFile, member: Member, most_bytes: int, name: str) -> bytes:
@@ -237,7 +274,8 @@ def _older_content(data: bytes, file: SourceFile, prefix: str) -> FileContent:
             raise PickleError("a storage of an older checkpoint has another size than its pickle says", start)
     if offset != file.size_bytes:
         raise PickleError("something follows the end of an older checkpoint of torch", offset)
-    return FileContent(root, starts, is_little != (sys.byteorder == "little"))
+    is_swapped = is_little != (sys.byteorder == "little")
+    return FileContent(root, starts, is_swapped, has_elements=storages.have_elements)
 
 
 def _storage_keys(keys: Value, storages: Storages, offset: int) -> list[str]:
@@ -275,10 +313,11 @@ def read_content(path: str, framework: str) -> FileContent:
     """
     with structure.opened(path) as file:
         content = content_of(file, prefix=path)
+        signature = FileSignature.of(content, file)
     if content.swapped:
         problem = f"a file of a {framework} checkpoint has the byte order that this machine has not"
         raise ShardError(problem, where=path)
-    return content
+    return content._replace(signature=signature)
 
 
 def same_files(framework: str, first: str, second: str) -> DisagreementError:
