@@ -15,7 +15,7 @@ from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.protocol import OnBytes
 from reshard_mpi.formats.tensor_table import TensorEntry
-from reshard_mpi.planning.comparison_choice import ReplicaGroup
+from reshard_mpi.planning.comparison_choice import NUMBERED_BY_STAGES, ReplicaGroup
 from reshard_mpi.planning.rank_plan import Check, Limits, ReadItem, SharedFact, TensorPlan
 from reshard_mpi.planning.source_flaws import Differing, PrefixDigest, UnusableShard, named
 from reshard_mpi.planning.source_tensors import TensorPart
@@ -124,12 +124,13 @@ def comparing_bytes(limits: Limits) -> int:
 def _difference(source: SourceCheckpoint, check: Check, other_rank: int, element: Sequence[int]) -> DisagreementError:
     """Return the error for two copies of `check` that differ first at `element`."""
     ranks = (check.reads[0].source_rank, other_rank)
+    by_numbers = "; optimizers of stages that go by numbers of each stage cannot be joined: leave them out (--exclude)"
     return DisagreementError(
         f"copies of {check.name!r} differ",
         expected=f"the same bytes on ranks {ranks[0]} and {ranks[1]}",
         got=f"a difference at element {list(element)}: {check.why}",
         where=" and ".join(source.manifest(rank).path for rank in ranks),
-        remedy="use shards of one and the same moment",
+        remedy="use shards of one and the same moment" + by_numbers * (check.why == NUMBERED_BY_STAGES),
     )
 
 

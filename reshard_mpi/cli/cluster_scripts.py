@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import string
 from collections.abc import Iterator
@@ -150,12 +151,17 @@ spec:
       containers:
       - name: main
         image: IMAGE
-        command: [{"bash" if "$'" in command else "sh"}, -c, {json.dumps(command)}]
+        command: [{"bash" if "$'" in command else "sh"}, -c, {json.dumps(_unexpanded(command))}]
         resources:
           # A process needs {format_bytes(_peak_bytes(plan))} at most; the rest is what is not yet on the disk.
           requests: {{cpu: "1", memory: {memory}, ephemeral-storage: 100Mi}}
           limits: {{memory: {memory}, ephemeral-storage: 100Mi}}
 """ + "".join(f"{line}\n" for line in (*mounts, *claims))
+
+
+def _unexpanded(command: str) -> str:
+    """Return a command as Kubernetes has to be given it, which makes `$` of `$$`, and values of `$(NAME)`."""
+    return re.sub(r"\$(?=[$(])", "$$", command)
 
 
 def _folders(request: Request) -> Iterator[tuple[str, bool]]:

@@ -73,7 +73,7 @@ def matches(
     for rule in rules.equations:
         if like is None and rule.like == "only":
             continue
-        equation = _Equation(rule, *direction.sides(rule), rules, inventory)
+        equation = _DirectedRule(rule, *direction.sides(rule), rules, inventory)
         applies = False
         contradiction: MapError | None = None
         candidates = candidates_of(equation.source, rule, left)
@@ -122,7 +122,7 @@ _Held = Mapping[tuple[int, ...], str]
 _Geometries = dict[object, tuple[Geometry, tuple[str, ...]]]
 
 
-class _Equation(NamedTuple):
+class _DirectedRule(NamedTuple):
     """An equation of a map, read from its source side to its target side, and the tensors that there are."""
 
     rule: EquationRule

@@ -22,6 +22,7 @@ from reshard_mpi.planning.source_tensors import SourceGroup, TensorPart, parts_m
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Piece, Placement, Shape, unravel
+from reshard_mpi.sharding.state_names import STATE_KEY, dotted
 from reshard_mpi.sharding.strategy import Strategy, find_or_follow
 
 T = TypeVar("T")
@@ -38,11 +39,13 @@ _MAX_TRIED = 64
 # A checkpoint has few combinations of a mesh and a set of stages. If it has more than this, only some are looked at.
 _MAX_WAYS = 256
 _DIGITS = re.compile(r"\d+")
+_OF_NUMBER = re.compile(rf"(?:^|\.){STATE_KEY}\.\d+\.")
 _PARTIAL_SUMS = (
     "they are partial sums of a step that is not finished: save at the end of a step, or say how to join them"
     " (--accumulated mean or sum)"
 )
 
+NUMBERED_BY_STAGES = "the stages that share it have drifted apart, or each has numbered parameters of its own"
 _ONE_SCALE = "parts of one quantized weight have scales of their own: they were quantized one by one"
 
 # Identifies the ranks that hold the same parts: equal ones stand for the same ranks.
@@ -105,6 +108,8 @@ def replicas_to_compare(
         for name in group_names:
             partial = group.listed and is_partial_sum(name)
             why_here = why or (_ONE_SCALE if replicas is not Replicas.ANY and name in always else "")
+            if group.listed and group.is_tied and _OF_NUMBER.search(dotted(name)):
+                why_here = NUMBERED_BY_STAGES
             if partial or why_here:
                 reason, itemsize_bytes = _PARTIAL_SUMS if partial else why_here, group.dtype.itemsize_bytes
                 key = (group.layouts, target, reason, itemsize_bytes, group.listed)

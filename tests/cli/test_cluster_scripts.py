@@ -383,8 +383,14 @@ def mounts_of(manifest: dict[str, Any]) -> dict[str, bool]:
 
 
 def run_index(folder: Path, manifest: dict[str, Any], index: int) -> Finished:
-    """Run the command of an index."""
-    return run_elsewhere(folder, container_of(manifest)["command"], {"JOB_COMPLETION_INDEX": str(index)})
+    """Run the command of an index. In it Kubernetes puts the variable for `$(NAME)`, and `$` for `$$`."""
+    variables = {"JOB_COMPLETION_INDEX": str(index)}
+
+    def expanded(match: re.Match[str]) -> str:
+        return "$" if match[0] == "$$" else variables.get(match[1], match[0])
+
+    command = [re.sub(r"\$\$|\$\((\w+)\)", expanded, word) for word in container_of(manifest)["command"]]
+    return run_elsewhere(folder, command, variables)
 
 
 def test_a_manifest_says_what_the_plan_says(c: Conversion, tmp_path: Path) -> None:
@@ -441,6 +447,12 @@ def test_its_indexes_do_what_a_serial_run_does(tmp_path: Path) -> None:
     assert run_index(tmp_path, manifest, 4).code == 0  # tried again when all is done
     assert shards(c.dst) == shards(whole.dst)
     assert (c.dst / "reshard.json").read_bytes() == (whole.dst / "reshard.json").read_bytes()
+
+
+def test_what_kubernetes_would_replace_arrives_as_it_is(c: Conversion, tmp_path: Path) -> None:
+    own = c.but(dst=tmp_path / "out$$7$(JOB_COMPLETION_INDEX)$$(JOB_COMPLETION_INDEX)")
+    finished = run_index(tmp_path, manifest_of(own), 0)
+    assert finished.code == 0 and own.written(0).exists(), finished
 
 
 @pytest.mark.slow

@@ -176,6 +176,30 @@ def test_a_universal_folder_of_slices_has_the_buffers_of_its_ranks(tmp_path: Pat
     assert ("'more.w'" if what == "a weight" else "scale") in said.err
 
 
+@pytest.mark.parametrize("stage", few(1, [2, 3]))
+def test_a_universal_folder_of_slices_has_second_names_and_no_strays(tmp_path: Path, stage: int) -> None:
+    """A parameter of a model that was saved before is told, as it is where the model's files are of one rank."""
+    training = deepspeed_peer.training({"a.w": (4, 6)}, shared={"head.w": "a.w"}, dtype="bfloat16")
+    half = deepspeed_peer.training({"a.w": (2, 6)}, shared=training.shared, dtype="bfloat16")
+    form = Form(stage, 2)
+    tag = deepspeed_peer.write_universal(tmp_path, training, form)
+    for name in "head.w", "old.w":
+        (tag / "zero" / name).mkdir()
+        shutil.copy(tag / "zero/a.w/fp32.pt", tag / "zero" / name)
+    for path in tag.glob("*_model_states.pt"):
+        path.unlink()
+    for rank in range(2):
+        for name, content in deepspeed_peer.contents(half, form):
+            if "model_states" in name:
+                content["mp_world_size"] = 2
+                deepspeed_peer.save(tag / name.replace("mp_rank_00", f"mp_rank_{rank:02d}"), content)
+    with reshard_mpi.open(tmp_path) as opened:
+        assert {name for name in opened if name.startswith("model.")} == {"model.a.w", "model.head.w"}
+        assert opened["model.head.w"][...].tobytes() == opened["model.a.w"][...].tobytes()
+    said = run_here("transform", tmp_path, tmp_path / "out")
+    assert said.code == 0 and "'old.w'" in said.err
+
+
 def changed_slice(rank: int, name: str, change: Any) -> Spoil:
     """Return what replaces a tensor of the model of a tensor-parallel rank."""
 

@@ -298,6 +298,14 @@ def test_folders_of_two_ranks_that_are_exchanged(tmp_path: Path, stages_first: b
     assert "of another rank than its folder" in refused("transform", tmp_path / "save", tmp_path / "out")
 
 
+def test_a_folder_that_is_named_after_another_iteration(tmp_path: Path) -> None:
+    folder = megatron_legacy_peer.write(tmp_path / "save", TIED, Form(2))
+    (tmp_path / "save" / "latest_checkpointed_iteration.txt").write_text("5")
+    folder.rename(folder.with_name("iter_0000005"))
+    said = refused("transform", tmp_path / "save", tmp_path / "out")
+    assert "of another save than its folder" in said and "iteration 3" in said
+
+
 def test_experts_of_another_rank(tmp_path: Path) -> None:
     megatron_legacy_peer.write(tmp_path / "save", EXPERTS, Form(1, 2), arg("rank", 0))
     (folder,) = tmp_path.glob("save/iter_*")

@@ -276,6 +276,20 @@ def test_tied_copies_of_stages(tmp_path: Path) -> None:
     assert_right(c)
 
 
+def test_numbers_of_optimizers_that_stages_have_of_their_own(tmp_path: Path) -> None:
+    name = "optimizer.state.0.exp_avg"
+    source = Side(4, 2, {name: RawLayout((2,), (-1,), stages=(0, 1)), "v": RawLayout((2,), (-1,), stages=(1,))})
+    target = Side(2, 1, {name: RawLayout((2,), (-1,)), "v": RawLayout((2,), (-1,))})
+    tensors = {name: np.ones(4, np.float32), "v": np.ones(4, np.float32)}
+    c = write_conversion(tmp_path, "ckpt", source, target, tensors)
+    for rank in (2, 3):
+        c.rewrite(rank, {name: c.arrays(rank)[name] + 1})
+    with pytest.raises(
+        DisagreementError, match=r"numbered parameters of its own(.|\n)*cannot be joined: leave them out"
+    ):
+        transform_by_function(c)
+
+
 # Values that no strategy lists
 
 

@@ -133,6 +133,8 @@ def _universal(states: RankStates, weights: Mapping[str, Value], folder: str) ->
     """Return the training of a universal checkpoint."""
     read = read_universal(folder, states)
     if states.model_ranks > 1:
+        shared = {name: own for model in states.models.values() for name, own in model.shared.items()}
+        read = read._replace(model=read.model._replace(shared=shared))
         weights = dict(_of_several_ranks(states, read, folder))
     return read._replace(weights=weights, frozen={**dict(_frozen(states, 0)), **read.frozen})
 
@@ -145,7 +147,11 @@ def _of_several_ranks(states: RankStates, read: DeepSpeedTraining, folder: str) 
     """
     nothing = TensorPieces(type_in(states.first.values.get("ds_config")), (0,), ())
     yield from dict.fromkeys(read.trained, nothing).items()
-    yield from read.frozen.items()
+    shared = read.model.shared
+    yield from ((name, nothing) for name, own in shared.items() if own in read.trained or own in read.frozen)
+    named = {name for model in states.models.values() for name in (*(model.module or {}), *model.frozen)}
+    # Others are of another save, which a warning says.
+    yield from ((name, own) for name, own in read.frozen.items() if name in named and name not in shared)
     buffers: dict[str, TensorPieces] = {}
     for model in states.models.values():
         tensors = model.module or {}

@@ -35,6 +35,7 @@ from reshard_mpi.formats.megatron.training_tree import (
     not_of_one_save,
     require_agreement,
     require_all_parts,
+    require_iteration_of_folder,
     scaler_of,
     with_members,
 )
@@ -62,6 +63,7 @@ class _JoinedState(NamedTuple):
 def read_legacy(folder: str) -> FolderTraining:
     """Read the training in a folder. Raises ShardError if it is not whole or contradicts itself."""
     ranks = read_ranks(folder)
+    require_iteration_of_folder(ranks.first.values, ranks.first.path, folder)
     models = rank_tensors(ranks, folder)
     weights = _weights(models)
     others, own_states = _others(models)

@@ -37,6 +37,7 @@ from reshard_mpi.formats.megatron.training_tree import (
     differing,
     merged,
     require_agreement,
+    require_iteration_of_folder,
     scaler_of,
 )
 from reshard_mpi.formats.nest.nodes import Dict, Value
@@ -242,21 +243,8 @@ def _sorted(found: Mapping[str, Value], common: Mapping[str, Value], folder: str
             where=folder,
             remedy="copy or restore all files of one save; weights alone can be read with --from dcp",
         )
-    _require_iteration_of_folder(common, folder)
+    require_iteration_of_folder(common, f"{COMMON} or the object {_COMMON_STATE}", folder)
     return _Objects(common, extra, of_groups, left_out, of_files)
-
-
-def _require_iteration_of_folder(common: Mapping[str, Value], folder: str) -> None:
-    """Raise ShardError if the folder is named after another iteration: what ranks have in common is of another save."""
-    named, iteration = structure.step_in_name(folder, "iter_", 7), common.get("iteration")
-    if named is not None and type(iteration) is int and iteration != named:
-        raise ShardError(
-            "what the ranks of a Megatron checkpoint have in common is of another save than its folder",
-            expected=f"iteration {named}, after which the folder is named",
-            got=f"iteration {iteration} in {COMMON} or the object {_COMMON_STATE}",
-            where=folder,
-            remedy="copy or restore all files of one save; if only the folder has been renamed, give it its own name",
-        )
 
 
 def _args(objects: _Objects) -> Mapping[str, Value]:

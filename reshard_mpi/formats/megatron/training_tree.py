@@ -18,6 +18,7 @@ from reshard_mpi.formats.manifest import Manifest
 from reshard_mpi.formats.megatron.layers import OF_VOCABULARY, is_expert, layer_axes, least_axes, place_of
 from reshard_mpi.formats.megatron.parameter_order import ElementReader, rounded
 from reshard_mpi.formats.nest.nodes import MAX_DEPTH, Call, Dict, Global, Value, entry_of
+from reshard_mpi.formats.structure import step_in_name
 from reshard_mpi.formats.torch.file_content import TensorPieces, listed, text_of
 from reshard_mpi.formats.torch.tensors import StoredTensor
 from reshard_mpi.sharding.box import Box
@@ -258,6 +259,23 @@ def scaler_of(scalers: Sequence[Value], folder: str) -> Value:
     if len(texts) > 1:
         raise not_of_one_save("one state of the scaler of gradients", f"{len(texts)}", folder)
     return scalers[0] if scalers else None
+
+
+def require_iteration_of_folder(values: Mapping[str, Value], file: str, folder: str) -> None:
+    """Raise ShardError if a folder is named after another iteration than what ranks have in common.
+
+    Args:
+        values: what they have in common; file: where that lies, for the error.
+    """
+    named, iteration = step_in_name(folder, "iter_", 7), values.get("iteration")
+    if named is not None and type(iteration) is int and iteration != named:
+        raise ShardError(
+            "what the ranks of a Megatron checkpoint have in common is of another save than its folder",
+            expected=f"iteration {named}, after which the folder is named",
+            got=f"iteration {iteration} in {file}",
+            where=folder,
+            remedy="copy or restore all files of one save; if only the folder has been renamed, give it its own name",
+        )
 
 
 def not_of_one_save(expected: str, got: str, folder: str) -> DisagreementError:
