@@ -150,9 +150,10 @@ class Strategy:
         ends = set() if self._first_takes_all or not self.rules else set(self._patterns.ends(name))
         if self.parameters:
             ends.update(end for end in ends_of(name) if name[end:] in self.parameters)
-        bases = (name[end:] for end in sorted(ends) if not is_numbered_state(name, name[end:]))
-        # A rule for every name places `decoder.w` as all else; only state goes like `w`.
-        yield from (base for base in bases if not self.is_only_caught(name) or is_named_as_state(name, base))
+        bases = [name[end:] for end in sorted(ends) if not is_numbered_state(name, name[end:])]
+        # `decoder.w` may be whole, or cut in another way: only state goes like `w`.
+        if any(is_named_as_state(name, base) for base in bases):
+            yield from bases
 
     @cached_property
     def _patterns(self) -> Patterns:

@@ -88,6 +88,17 @@ def test_a_shape_that_the_target_cannot_cut_is_the_shards_fault_if_another_one_d
     assert "target strategy" in message and "[12, 11]" in message
 
 
+@pytest.mark.parametrize("value", [0, 1])
+def test_a_tensor_of_another_module_does_not_follow_the_end_of_its_name(tmp_path: Path, value: int) -> None:
+    """Norms of ones and biases of zeros are the same on all ranks, whole or cut."""
+    source, target = (Side(ranks, 1, {"norm.w": RawLayout((ranks,), (0,))}) for ranks in (2, 1))
+    c = write_conversion(tmp_path, "ckpt", source, target, {"norm.w": np.arange(8, dtype=np.float32)})
+    for rank in range(2):
+        c.rewrite(rank, {"encoder.norm.w": np.full(4, value, np.float32)})
+    c.done()
+    assert read_shard(c.written(0))["encoder.norm.w"] == read_shard(c.shard(0))["encoder.norm.w"]
+
+
 def test_stages_of_the_target_that_share_a_tensor_have_it_alike(tmp_path: Path) -> None:
     """Each target stage reads one shard, and each shard has another shape."""
     source, target = (
@@ -107,7 +118,7 @@ def test_stages_of_the_target_that_share_a_tensor_have_it_alike(tmp_path: Path) 
 
 def test_stages_of_the_target_that_share_state_have_it_alike(tmp_path: Path) -> None:
     """What no strategy lists is known from the opened shards only, and each target stage opens another one."""
-    tensors = {**ROWS, **{f"state{at}.w": np.zeros((12, 12), np.float32) for at in range(18)}}
+    tensors = {**ROWS, **{f"moments.s{at}.w": np.zeros((12, 12), np.float32) for at in range(18)}}
     source, target = (
         Side(
             2, stages, {n: RawLayout((2 // stages,), (-1, -1), stages=at) for n in tensors}, frozenset(tensors) - {"w"}
@@ -115,16 +126,16 @@ def test_stages_of_the_target_that_share_state_have_it_alike(tmp_path: Path) -> 
         for stages, at in [(1, (0,)), (2, (0, 1))]
     )
     c = write_conversion(tmp_path, "ckpt", source, target, tensors)
-    some = {name: tensors[name] for name in ("w", "state0.w", "state1.w")}
+    some = {name: tensors[name] for name in ("w", "moments.s0.w", "moments.s1.w")}
     write_shard(some, c.shard(0))
-    write_shard({**some, "state2.w": tensors["state2.w"]}, c.shard(1))
+    write_shard({**some, "moments.s2.w": tensors["moments.s2.w"]}, c.shard(1))
     message = refused(c)
     assert "source shards disagree in what targets share: 'tensors of stages 0, 1'" in message
-    assert "'state1.w', 'w', as in" in message and "'state1.w', 'state2.w', 'w'" in message
+    assert "'moments.s1.w', 'w', as in" in message and "'moments.s1.w', 'moments.s2.w', 'w'" in message
     for rank in range(2):
         write_shard(tensors, c.shard(rank))
     c.done("plan")
-    write_shard({**tensors, "state2.w": np.zeros((12, 12), np.int8)}, c.shard(1))
+    write_shard({**tensors, "moments.s2.w": np.zeros((12, 12), np.int8)}, c.shard(1))
     assert "19 tensors, SHA-256" in refused(c)
 
 

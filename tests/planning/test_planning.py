@@ -175,6 +175,8 @@ def test_what_a_name_may_be_named_after(name: str, bases: list[str]) -> None:
         ("b", None),
         ("accum.b", None),
         ("moments_w", None),
+        ("decoder.w", None),  # a module of its own
+        ("decoder.moments.w", ROWS),
     ],
 )
 def test_unlisted_names_follow_the_longest_listed_tail(name: str, followed: Placement | None) -> None:
