@@ -415,6 +415,21 @@ def test_verify_misses_any_file_that_is_lost(tmp_path: Path, form: Form) -> None
     done("verify", tag)
 
 
+def test_optimizers_of_another_step_than_the_models_files_are_warned_of(tmp_path: Path) -> None:
+    """Of stage 3 nothing else tells it, since the weights are in the optimizers' files."""
+
+    def later(name: str, content: Content) -> None:
+        if "model_states" in name:
+            content.update(global_steps=5, skipped_steps=1)
+
+    form = Form(3, 2)
+    own = deepspeed_peer.write(tmp_path / "own", training(), form)
+    assert "of two saves" not in done("plan", own, tmp_path / "out").err
+    mixed = deepspeed_peer.write(tmp_path / "mixed", training(), form, later)
+    said = done("transform", mixed, tmp_path / "out").err
+    assert "counts 3.0 steps, and" in said and "of global_steps 5, skipped_steps 1" in said and "of two saves" in said
+
+
 def test_a_folder_named_after_another_step_is_warned_of(tmp_path: Path) -> None:
     """Of stage 3 the weights come of the optimizer's files, so that these may be of another save than the others."""
 

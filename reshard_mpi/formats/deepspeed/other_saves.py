@@ -12,8 +12,9 @@ from pathlib import Path
 from reshard_mpi.errors import ShardError
 from reshard_mpi.formats.deepspeed.parameters import OF_EXPERT, TIED
 from reshard_mpi.formats.deepspeed.rank_files import ModelStates
-from reshard_mpi.formats.deepspeed.ranks import Ranks, RankStates, require_own_files
+from reshard_mpi.formats.deepspeed.ranks import Ranks, RankStates, bytes_of, require_own_files
 from reshard_mpi.formats.deepspeed.training_tree import DeepSpeedTraining
+from reshard_mpi.formats.dtypes import numbers
 from reshard_mpi.formats.nest.nodes import Value
 from reshard_mpi.formats.structure import step_in_name
 from reshard_mpi.formats.torch.file_content import HeldTensor, TensorPieces
@@ -22,7 +23,7 @@ from reshard_mpi.text import counted
 
 def warnings_of_other_saves(states: RankStates, training: DeepSpeedTraining, folder: str) -> tuple[str, ...]:
     """Return warnings of files that seem to be of another save."""
-    return (*_of_another_step(states.first, folder), *_of_another_save(states, training))
+    return (*_of_another_step(states.first, folder), *_of_another_count(states), *_of_another_save(states, training))
 
 
 def _of_another_step(first: ModelStates, folder: str) -> Iterator[str]:
@@ -36,6 +37,28 @@ def _of_another_step(first: ModelStates, folder: str) -> Iterator[str]:
             f"{folder} is named after step {named}, and {Path(first.path).name} is of global_steps {steps}:"
             " unless the training has named it by a counter of its own, some of its files are of another save"
         )
+
+
+def _of_another_count(states: RankStates) -> Iterator[str]:
+    """Yield a warning if optimizers of stage 3, which have the weights, count other steps than the model's files do.
+
+    A training that has gone on without its optimizer counts anew: so it is no error. What this program has written of
+    a source without `global_steps` says 0.
+    """
+    steps, skipped = (states.first.values.get(key, 0) for key in ("global_steps", "skipped_steps"))
+    if not states.is_sliced or type(steps) is not int or type(skipped) is not int or steps == 0:
+        return
+    for share in states.optimizers.values():
+        for group in share.groups:
+            step = group.of_all.get("step", group.values.get("step"))
+            counted_steps = [*numbers(bytes_of(step), step.dtype)] if type(step) is HeldTensor else [step]
+            if step is not None and counted_steps != [steps - skipped]:
+                yield (
+                    f"{Path(share.path).name} counts {counted_steps[0]} steps, and {Path(states.first.path).name} is of"
+                    f" global_steps {steps}, skipped_steps {skipped}: unless the training has loaded no optimizer, the"
+                    " files are of two saves"
+                )
+                return
 
 
 def _of_another_save(states: RankStates, training: DeepSpeedTraining) -> Iterator[str]:

@@ -327,7 +327,7 @@ def _require_one_moment(models: Mapping[Ranks, ModelStates], optimizers: Mapping
     for states in optimizers.values():
         for number, group in enumerate(states.groups):
             for name, tensor in group.of_all.items():
-                value = _bytes_of(tensor).hex()
+                value = bytes_of(tensor).hex()
                 path, expected = counters.setdefault((number, name), (states.path, value))
                 _require_same(f"{name} of group {number}", path, expected, states.path, value)
     for share in optimizers.values():
@@ -385,7 +385,7 @@ def _settings(states: OptimizerStates) -> str:
     return text_of([*states.settings, *of_groups])
 
 
-def _bytes_of(tensor: HeldTensor) -> bytes:
+def bytes_of(tensor: HeldTensor) -> bytes:
     """Return the elements of a tensor that is one number. Raises ShardError if its file cannot be read."""
     assert isinstance(tensor.place, ByteRanges)
     (run,) = tensor.place.ranges
