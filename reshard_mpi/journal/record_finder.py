@@ -159,18 +159,18 @@ def require_one_run(files: Mapping[int, Sequence[str]], where: str) -> RunOfFile
     that has settings lies there of an earlier commit.
     """
     finder = RecordFinder()
-    found = {path: finder.find_head(path, rank) for rank, paths in files.items() for path in paths}
+    ranked = [(path, rank) for rank, paths in files.items() for path in paths]
+    found = {path: finder.find_head(path, rank) for path, rank in ranked}
     heads = {path: each.head for path, each in found.items() if each is not None and each.head is not None}
-    first_path, first = next(iter(heads.items()), ("", None))
-    if first is None:
-        for rank, paths in files.items():
-            for path in paths:
-                _require_not_begun_anew(path, where)
-                if finder.only_announces(path, rank):
-                    got = f"{path} of a run that was killed as it replaced them"
-                    expected = f"those that were committed with {COMMIT_RECORD}"
-                    raise _of_several_runs(expected, got, where, "make the targets anew (--overwrite)")
+    if not heads:
+        for path, rank in ranked:
+            _require_not_begun_anew(path, where)
+            if finder.only_announces(path, rank):
+                got = f"{path} of a run that was killed as it replaced them"
+                expected = f"those that were committed with {COMMIT_RECORD}"
+                raise _of_several_runs(expected, got, where, "make the targets anew (--overwrite)")
         return None
+    first_path, first = next(iter(heads.items()))
     for path in found:
         head = heads.get(path)
         if head is None or head.digest != first.digest:
@@ -179,8 +179,7 @@ def require_one_run(files: Mapping[int, Sequence[str]], where: str) -> RunOfFile
     state_folders = dict.fromkeys(each.path.parent for each in found.values() if each is not None)
     folders = {state.parent: _is_committed(state.parent, first, heads.values(), where) for state in state_folders}
     if {*folders.values()} != {True}:
-        records = ((finder.find(path, rank), Path(path)) for rank, paths in files.items() for path in paths)
-        targets = [(record, path) for record, path in records if record is not None]
+        targets = [(record, Path(path)) for path, rank in ranked if (record := finder.find(path, rank)) is not None]
         require_one_source(targets, _FINISH, is_committed=False not in folders.values())
     for folder, is_committed in folders.items():
         committed = CommitRecord.read(folder) if is_committed is False else None
