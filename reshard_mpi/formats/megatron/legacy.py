@@ -147,27 +147,18 @@ def _optimizer(
     has_vectors = any(rank.vectors is not None for rank in ranks.ranks)
     state = _StateOfRanks()
     for model in models:
-        with ElementReader() as reader:
-            if model.files.vectors is not None:
-                for tensor, own in vector_states(model, of_experts, reader):
-                    state.add(tensor, own, model.files)
-            for number, optimizer in enumerate(optimizers.get(model.files.place, [])) if has_numbers else ():
-                is_expert = of_experts[number]
-                tensors = [own for own in model.tensors if is_expert in (None, own.is_expert)]
-                for found in numbered_states(model.files, optimizer, tensors, reader):
-                    state.add_numbered(number, found, model.files)
-    groups: list[Dict] = []
-    for number in range(len(first)):
-        own_groups = merged([_without_members(_inner(own[number])) for own in optimizers.values()], folder)
-        if has_numbers:
-            own_groups = [with_members(own, state.members(number, own)) for own in own_groups]
-        groups += own_groups
-    others = {key for own in optimizers.values() for each in own for key, _ in text_pairs(each) if key not in _READ}
+        state.add_rank(model, optimizers.get(model.files.place, []) if has_numbers else [], of_experts)
+    groups = [
+        with_members(group, state.members(number, group)) if has_numbers else group
+        for number, alike in enumerate(zip(*optimizers.values()))
+        for group in merged([_without_members(_inner(own)) for own in alike], folder)
+    ]
+    every = [own for of_rank in optimizers.values() for own in of_rank]
+    others = {key for own in every for key, _ in text_pairs(own) if key not in _READ}
     left_out = [*differing([*others], "of the optimizer, which is not read")]
     if not has_vectors and not has_numbers:
         left_out.append(f"the optimizer's state: {VECTOR_FILE}, which has it, is in no folder")
-    scalers = [own.get("grad_scaler") for of_rank in optimizers.values() for own in of_rank]
-    scaler = scaler_of([scaler for scaler in scalers if scaler is not None], folder)
+    scaler = scaler_of([own.get("grad_scaler") for own in every if own.get("grad_scaler") is not None], folder)
     return _JoinedState(state.joined(weights, folder), groups, scaler, tuple(left_out if first else ()))
 
 
@@ -197,17 +188,30 @@ class _StateOfRanks:
         self._values: dict[str, dict[str, Value]] = {}
         self._members: dict[tuple[int, str], dict[str, None]] = {}
 
-    def add_numbered(self, optimizer: int, found: NumberedState, rank: RankFiles) -> None:
-        """Add the state of a parameter that a group has. optimizer: whose group it is. Raises as `add` does."""
-        self.add(found.tensor, found.state, rank)
-        self._members.setdefault((optimizer, kind_of_group(found.group)), {})[found.tensor.key] = None
+    def add_rank(self, model: RankModel, optimizers: Sequence[Dict], of_experts: Sequence[bool | None]) -> None:
+        """Add the state of a rank.
+
+        Args:
+            optimizers: of the rank, if they number its parameters.
+            of_experts: for each optimizer whether it is of the experts; None: of all parameters.
+
+        Raises DisagreementError if another rank has other numbers.
+        """
+        with ElementReader() as reader:
+            if model.files.vectors is not None:
+                for tensor, own in vector_states(model, of_experts, reader):
+                    self._add(tensor, own, model.files)
+            for number, (optimizer, is_expert) in enumerate(zip(optimizers, of_experts)):
+                tensors = [own for own in model.tensors if is_expert in (None, own.is_expert)]
+                for found in numbered_states(model.files, optimizer, tensors, reader):
+                    self._add(found.tensor, found.state, model.files)
+                    self._members.setdefault((number, kind_of_group(found.group)), {})[found.tensor.key] = None
 
     def members(self, optimizer: int, group: Dict) -> list[str]:
         """Return the parameters that groups of this kind have on any rank."""
         return [*self._members.get((optimizer, kind_of_group(group)), ())]
 
-    def add(self, tensor: RankTensor, state: ParameterState, rank: RankFiles) -> None:
-        """Add a rank's state of a parameter. Raises DisagreementError if another rank has other numbers."""
+    def _add(self, tensor: RankTensor, state: ParameterState, rank: RankFiles) -> None:
         for kind, value in state.items():
             if type(value) is not HeldTensor:
                 first = self._values.setdefault(tensor.key, {}).setdefault(kind, value)
