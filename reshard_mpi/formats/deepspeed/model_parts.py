@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from reshard_mpi.errors import TargetError
@@ -146,6 +146,40 @@ def _of_pipeline(root: Dict, groups: Sequence[Sequence[LaidParameter]], settings
             "convert the pipeline's own checkpoint of DeepSpeed, or an up-to-date conversion of it to torch or DCP",
         )
     names = [str(key) for key, _ in root.get("model").pairs()]
+    _require_known_places(root, names, stages, {parameter.name for own in groups for parameter in own})
+    _require_ascending(stages)
+    of_stages: list[list[_Parts]] = []
+    for number, own in enumerate(stages):
+        place = {name: at for at, name in enumerate(own)}
+        of_stage = [
+            sorted((each for each in group if each.name in place), key=lambda each: place[each.name])
+            for group in groups
+        ]
+        if [] in of_stage:
+            raise _not_written(
+                "a pipeline with a stage that lacks a group of the optimizer",
+                "parameters of every group on every stage",
+                f"none of group {of_stage.index([])} on stage {number}",
+            )
+        of_stages.append([[group] for group in of_stage])
+    kept = root.get(PIPELINE).get(LAYERS)
+    without_tensors = [own for own in kept if type(own) is int and 0 <= own < 10**9] if type(kept) is list else []
+    layers = tuple(sorted({*_layers_of(names), *without_tensors}))
+    return ModelParts(of_stages, settings, tuple(f"{layer}." for layer in layers), layers)
+
+
+def _layers_of(names: Iterable[str]) -> set[int]:
+    """Return the numbers of the layers that have tensors of these names."""
+    return {int(match[1]) for match in map(_LAYER.fullmatch, names) if match}
+
+
+def _require_known_places(root: Dict, names: Sequence[str], stages: Sequence[Sequence[str]], trained: set[str]) -> None:
+    """Raise TargetError unless all tensors of a pipeline are of its layers, and its stages train what it trains.
+
+    Args:
+        names: of the tensors in the model.
+        trained: the names of the parameters in the optimizer.
+    """
     odd = next((name for name in names if not name.startswith(TIED) and not _LAYER.fullmatch(name)), None)
     if odd is not None:
         raise _not_written(
@@ -155,7 +189,6 @@ def _of_pipeline(root: Dict, groups: Sequence[Sequence[LaidParameter]], settings
             "convert to DeepSpeed without the map that renames them, or choose --to torch",
         )
     listed = {name for own in stages for name in own}
-    trained = {parameter.name for own in groups for parameter in own}
     unlike = sorted(listed ^ trained)
     if unlike:
         raise _not_written(
@@ -173,31 +206,13 @@ def _of_pipeline(root: Dict, groups: Sequence[Sequence[LaidParameter]], settings
             repr(loose),
             "convert to DeepSpeed without the map that renames tensors of layers, or choose --to torch",
         )
-    _require_ascending(stages)
-    of_stages: list[list[_Parts]] = []
-    for number, own in enumerate(stages):
-        place = {name: at for at, name in enumerate(own)}
-        of_stage = [[each for each in group if each.name in place] for group in groups]
-        lacking = next((at for at, group in enumerate(of_stage) if not group), None)
-        if lacking is not None:
-            raise _not_written(
-                "a pipeline with a stage that lacks a group of the optimizer",
-                "parameters of every group on every stage",
-                f"none of group {lacking} on stage {number}",
-            )
-        of_stages.append([[sorted(group, key=lambda each: place[each.name])] for group in of_stage])
-    kept = root.get(PIPELINE).get(LAYERS)
-    numbers = {int(match[1]) for match in map(_LAYER.fullmatch, names) if match}
-    numbers |= {own for own in kept if type(own) is int and 0 <= own < 10**9} if type(kept) is list else set()
-    layers = tuple(sorted(numbers))
-    return ModelParts(of_stages, settings, tuple(f"{layer}." for layer in layers), layers)
 
 
 def _require_ascending(stages: Sequence[Sequence[str]]) -> None:
     """Raise TargetError unless each stage of a pipeline has the layers behind the ones of the stage before it."""
     before = -1
     for stage, own in enumerate(stages):
-        layers = sorted({int(match[1]) for match in map(_LAYER.fullmatch, own) if match})
+        layers = sorted(_layers_of(own))
         if layers and layers[0] <= before:
             raise _not_written(
                 "a pipeline whose stages have other layers than DeepSpeed gives them",
@@ -252,20 +267,23 @@ def _of_experts(
         for of_group, parts in zip(settings, parts_of_groups)
     ]
     texts = Counter(map(text_of, made))
+
+    def ordered(own: Sequence[LaidParameter], parts: int) -> list[LaidParameter]:
+        return sorted(own, key=lambda each: (_place(each, counts, parts)[0], order[each.name]))
+
     laid: list[_Parts] = []
     notes: dict[str, None] = {}
     for number, (own, size, parts) in enumerate(zip(groups, sizes, parts_of_groups)):
         if parts != size:
-            in_order = sorted(own, key=lambda each: (_place(each, counts, size)[0], order[each.name]))
             is_one = texts[text_of(made[number])] == 1 and sum(each.size for each in own) <= _MOST_IN_GROUP * parts
-            if in_order != [*own] or not is_one or any(count % parts for count in counts.values()):
+            if ordered(own, size) != [*own] or not is_one or any(count % parts for count in counts.values()):
                 raise _not_written(
                     f"group {number} of the optimizer, whose experts would be in other groups, or in another order",
                     f"them over {size} ranks, as they are now: --dp that is a multiple of {size}, and no other --ep",
                     f"over {counted(parts, 'rank')}; experts: {', '.join(map(str, counts.values()))}"[:200],
                     f"choose such numbers of ranks, or {_OTHERWISE.removeprefix('choose ')}",
                 )
-            own = sorted(own, key=lambda each: (_place(each, counts, parts)[0], order[each.name]))
+            own = ordered(own, parts)
             over = f"{counted(parts, 'rank')}, and were over {size}"
             notes[f"experts are divided over {over}: give their layers ep_size={parts}"] = None
         laid.append(_by_part(own, counts, parts, number) if parts else [own])
