@@ -200,7 +200,7 @@ def _all_sub_parameters(info: Dict, ranks: int, path: str) -> Iterator[SubParame
     version = info.get("universal_checkpoint_version") or 0
     if type(version) not in (int, float):
         raise _unsound("a number as universal_checkpoint_version", repr(version), path)
-    by_pattern = dict(text_pairs(info.get("sub_param_shard_widths")))
+    has_widths, by_pattern = version >= _WITH_WIDTHS, dict(text_pairs(info.get("sub_param_shard_widths")))
     entries = info.get(SUB_PARAMETERS) or []
     if type(entries) is not list:
         raise _unsound(f"a list as {SUB_PARAMETERS}", type(entries).__name__, path)
@@ -209,17 +209,17 @@ def _all_sub_parameters(info: Dict, ranks: int, path: str) -> Iterator[SubParame
         if type(shape) not in (list, tuple) or type(dim) is not int or not 0 <= dim < len(shape):
             raise _unsound(f"a shape and a partition_dim in each of {SUB_PARAMETERS}", f"{shape}, {dim}", path)
         sizes = shape[dim] if type(shape[dim]) is int else numbers_of(shape[dim])
+        even = [(size // ranks,) * ranks for size in sizes] if type(sizes) is tuple else ()
         others = tuple(own if type(own) is int else sum(numbers_of(own) or (-1,)) for own in shape)
         for pattern in _patterns(SUB_PARAMETERS, entry_of(entry, "patterns"), path):
             text = pattern.expression.pattern
-            widths: tuple[tuple[int, ...], ...] = ()
-            if version >= _WITH_WIDTHS:
-                said = by_pattern.get(text) or ()
-                widths = tuple(numbers_of(own) or () for own in said) if type(said) in (list, tuple) else ()
-            elif type(sizes) is tuple:
-                widths = tuple((size // ranks,) * ranks for size in sizes)
-            is_known = type(sizes) is int and sizes > 0 if not widths else sizes == tuple(map(sum, widths))
-            if not is_known or (version >= _WITH_WIDTHS and not widths) or any(len(own) != ranks for own in widths):
+            said = by_pattern.get(text, ()) if has_widths else even
+            widths = tuple(numbers_of(own) or () for own in said) if type(said) in (list, tuple) else ()
+            if widths:
+                is_known = sizes == tuple(map(sum, widths)) and all(len(own) == ranks for own in widths)
+            else:
+                is_known = not has_widths and type(sizes) is int and sizes > 0
+            if not is_known:
                 expected = f"the width on each of {ranks} ranks of sub-parameters of {text!r}, in all {sizes}"
                 raise _unsound(expected, str(by_pattern.get(text, "no sub_param_shard_widths")), path)
             yield SubParameters(pattern, others, dim, widths, sizes if type(sizes) is int else len(widths))
