@@ -34,7 +34,7 @@ from reshard_mpi.formats.deepspeed.packing import packed
 from reshard_mpi.formats.deepspeed.parameters import TrainedParameter, trained_parameters, with_shapes
 from reshard_mpi.formats.deepspeed.rank_files import LAYOUT_KEYS, named_tensors, optimizer_states_of, plain
 from reshard_mpi.formats.deepspeed.ranks import PARAMETERS, Ranks, RankStates, TagFiles, read_ranks, sorted_files
-from reshard_mpi.formats.deepspeed.slice_rules import read_rules
+from reshard_mpi.formats.deepspeed.slice_rules import SliceRules, read_rules
 from reshard_mpi.formats.deepspeed.tensor_parallel import JOINED, JOINED_BY_STRATEGY, joined
 from reshard_mpi.formats.deepspeed.training_tree import DeepSpeedTraining, arranged
 from reshard_mpi.formats.deepspeed.weight_copies import as_read
@@ -99,21 +99,7 @@ def open_folder(folder: str, strategy: Strategy | None = None) -> dict[int, Mani
     if is_universal:
         training = _universal(states, weights[0], folder)
     else:
-        lead = next(iter(states.optimizers.values()), None)
-        trained = [trained_parameters(states, model_ranks) for model_ranks in of_parts]
-        frozen = [dict(_frozen(states, part)) for part in range(parts)]
-        by_name = [own.by_name for own in trained]
-        # In a pipeline each stage names its own buffers.
-        buffers = [*dict.fromkeys(name for model in states.models.values() for name in model.buffers)]
-        lead_model = states.first._replace(buffers=buffers)
-        trainings = [DeepSpeedTraining(lead_model, *of_part) for of_part in zip(weights, by_name, frozen)]
-        training = trainings[0] if rules is None else joined(trainings, rules)
-        require_own_slices(states, trained[0].stages, trainings[0], training)
-        if states.first.module is None:
-            layers = sorted({own.layer for own in files.layers})
-            training = training._replace(layers=layers, stages=trained[0].stages)
-        if lead is not None:
-            training = training._replace(settings=lead.settings, values=lead.values, starts=lead.starts, path=lead.path)
+        training = _of_ranks(states, files, weights, of_parts, rules)
     manifest = arranged(training, folder, states.notes)
     of_first = (_OF_FIRST,) if states.is_sliced and states.first.data_ranks > 1 and states.first.buffers else ()
     of_slices = (JOINED if strategy is None else JOINED_BY_STRATEGY,) if parts > 1 else ()
@@ -127,6 +113,38 @@ def _tensor_parallel_ranks(states: RankStates, files: TagFiles) -> int:
     if states.first.module is not None:
         return states.model_ranks
     return 1 + max((own.model for own in files.layers), default=0)
+
+
+def _of_ranks(
+    states: RankStates,
+    files: TagFiles,
+    weights: Sequence[Mapping[str, Value]],
+    of_parts: Sequence[Sequence[int]],
+    rules: SliceRules | None,
+) -> DeepSpeedTraining:
+    """Return the training in the files of ranks.
+
+    Args:
+        weights: of each tensor-parallel rank; of_parts: the model-parallel ranks that each has.
+        rules: by which their slices join; None: they are whole.
+    """
+    trained = [trained_parameters(states, model_ranks) for model_ranks in of_parts]
+    # In a pipeline each stage names its own buffers.
+    buffers = [*dict.fromkeys(name for model in states.models.values() for name in model.buffers)]
+    lead_model = states.first._replace(buffers=buffers)
+    trainings = [
+        DeepSpeedTraining(lead_model, weights[part], own.by_name, dict(_frozen(states, part)))
+        for part, own in enumerate(trained)
+    ]
+    training = trainings[0] if rules is None else joined(trainings, rules)
+    require_own_slices(states, trained[0].stages, trainings[0], training)
+    if states.first.module is None:
+        layers = sorted({own.layer for own in files.layers})
+        training = training._replace(layers=layers, stages=trained[0].stages)
+    lead = next(iter(states.optimizers.values()), None)
+    if lead is not None:
+        training = training._replace(settings=lead.settings, values=lead.values, starts=lead.starts, path=lead.path)
+    return training
 
 
 def _universal(states: RankStates, weights: Mapping[str, Value], folder: str) -> DeepSpeedTraining:
