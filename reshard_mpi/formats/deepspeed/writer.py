@@ -304,37 +304,34 @@ def _model_states(layout: ZeroLayout, number: int, storages: _StoragesInFile, pa
         name: tensors.get(MODEL + name) or storages.empty(BY_NAME[dtypes.get(name) or layout.dtype])
         for name in names_by_file(layout, layout.names).get("", ())
     }
-    has_fragments = layout.stage > 1
-    fragments: dict[str, Value] = {}
+    fragments: dict[str, Value] | None = None
     if layout.is_sliced:
-        fragments = {
-            parameter.name: storages.vector(vector, BY_NAME[parameter.dtype])
-            for parameter, vector in zip(layout.frozen, frozen_vectors(layout, rank))
-        }
-    elif has_fragments:
-        fragments = {parameter.name: module[parameter.name] for parameter in layout.frozen}
+        vectors = zip(layout.frozen, frozen_vectors(layout, rank))
+        fragments = {own.name: storages.vector(vector, BY_NAME[own.dtype]) for own, vector in vectors}
+    elif layout.stage > 1:
+        fragments = {own.name: module[own.name] for own in layout.frozen}
     besides = _values_in_module(layout, "", path)
     # What layers of a pipeline share is in the files of these, and not said.
     shared = [pair for pair in layout.shared if not (layout.is_pipeline and pair[1].startswith(TIED))]
-    root: list[Value] = [
-        *("module", None if layout.is_pipeline else _ordered({**module, **besides})),
-        *("buffer_names", [*_buffers_of(layout, model_rank)]),
-        *("optimizer", None),
-        *("param_shapes", [_shapes(group.of_part(0)) for group in layout.groups[model_rank]]),
-        *("frozen_param_shapes", _shapes(layout.frozen) if has_fragments else None),
-        *("shared_params", Dict.of(shared if rank == 0 else ())),
-        *("frozen_param_fragments", _ordered(fragments) if has_fragments else None),
-        *("lr_scheduler", values.pop("scheduler", None)),
-    ]
-    config, version = values.pop("ds_config"), _release(values.pop("ds_version", None))
+    root: dict[str, Value] = {
+        "module": None if layout.is_pipeline else _ordered({**module, **besides}),
+        "buffer_names": [*_buffers_of(layout, model_rank)],
+        "optimizer": None,
+        "param_shapes": [_shapes(group.of_part(0)) for group in layout.groups[model_rank]],
+        "frozen_param_shapes": None if fragments is None else _shapes(layout.frozen),
+        "shared_params": Dict.of(shared if rank == 0 else ()),
+        "frozen_param_fragments": None if fragments is None else _ordered(fragments),
+        "lr_scheduler": values.pop("scheduler", None),
+        **{key: values.pop(key, otherwise) for key, otherwise in _OF_ENGINE.items()},
+        "dp_world_size": layout.ranks,
+        "mp_world_size": len(layout.groups),
+        "checkpoint_parallel_dimensions": Dict(["pp_degree", len(layout.groups), "tp_degree", 1]),
+        "ds_config": values.pop("ds_config"),
+        "ds_version": _release(values.pop("ds_version", None)),
+    }
     client_state = values.pop("client_state", Dict())
-    for key, otherwise in _OF_ENGINE.items():
-        root += [key, values.pop(key, otherwise)]
-    root += ["dp_world_size", layout.ranks, "mp_world_size", len(layout.groups)]
-    root += ["checkpoint_parallel_dimensions", Dict(["pp_degree", len(layout.groups), "tp_degree", 1])]
-    root += ["ds_config", config, "ds_version", version]
     values |= dict(client_state.pairs()) if type(client_state) is Dict else {"client_state": client_state}
-    clash = sorted(str(key) for key in values if key in root[::2])
+    clash = sorted(str(key) for key in values if key in root)
     if clash:
         raise TargetError(
             "the training's own state has keys of DeepSpeed's engine",
@@ -343,7 +340,7 @@ def _model_states(layout: ZeroLayout, number: int, storages: _StoragesInFile, pa
             where=path,
             remedy="leave them out of the source",
         )
-    return Dict([*root, *(part for pair in values.items() for part in pair)])
+    return Dict.of({**root, **values}.items())
 
 
 def _values_in_module(layout: ZeroLayout, begin: str, path: str) -> dict[str, Value]:
