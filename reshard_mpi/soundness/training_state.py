@@ -8,7 +8,7 @@ if its kin have some, since torch keeps none of a parameter that has had no grad
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from reshard_mpi.formats.manifest import NEST
 from reshard_mpi.formats.nest.nodes import UNREADABLE, NestError
 from reshard_mpi.formats.nest.rebuild_tree import leaves, values_beside
 from reshard_mpi.formats.protocol import OnBytes
+from reshard_mpi.groups import grouped
 from reshard_mpi.mapping.direction import Inventory
 from reshard_mpi.mapping.numbered_optimizers import WRAPPERS, state_of
 from reshard_mpi.mapping.numbered_state import Training, training_in
@@ -137,10 +138,7 @@ class StateOfParameters(NamedTuple):
         most = {key for key, count in usual.items() if 2 * count > len(keys)}
         sizes = Counter(of for own in keys.values() for of in set(map(_optimizer_of, own)))
         most_of_one = {key for key, count in usual.items() if 2 * count > sizes[_optimizer_of(key)]}
-        kin: defaultdict[str, list[str]] = defaultdict(list)
-        for name in shapes:
-            if kind_of(name) is TensorKind.MODEL:
-                kin[kin_of(name)].append(name)
+        kin = grouped((kin_of(name), name) for name in shapes if kind_of(name) is TensorKind.MODEL)
         for members in kin.values():
             having = Counter(key for name in members for key in keys.get(name, ()))
             count = sum(name in keys for name in members)
@@ -151,11 +149,9 @@ class StateOfParameters(NamedTuple):
                 if not own:
                     lacking = of_kin if 2 * count > len(members) and name not in self.frozen else set()
                 elif moments and most.isdisjoint(moments):
-                    own_optimizers = set(map(_optimizer_of, moments)) - {None}
-                    lacking = {key for key in of_kin - own if _optimizer_of(key) in own_optimizers}
+                    lacking = _of_optimizers(of_kin - own, {*map(_optimizer_of, moments)} - {None})
                 else:
-                    optimizers = set(map(_optimizer_of, own))
-                    missing = {key for key in most_of_one - own if _optimizer_of(key) in optimizers}
+                    missing = _of_optimizers(most_of_one - own, {*map(_optimizer_of, own)})
                     lacking = {key for key in missing if having[key]} if count > 1 else set()
                     lacking = lacking or {key for key in missing if _kind_of(key) is not TensorKind.COPY}
                 if lacking:
@@ -254,6 +250,10 @@ def _optimizer_of(name: str) -> str | None:
     """Return the text of a name before `state`, by which optimizers are told apart; None of a name without that."""
     before, state, _ = f".{name}".partition(f".{STATE_KEY}.")
     return before if state else None
+
+
+def _of_optimizers(keys: Iterable[str], optimizers: Container[str | None]) -> set[str]:
+    return {key for key in keys if _optimizer_of(key) in optimizers}
 
 
 def _owners(states: Collection[str], parameters: Sequence[str]) -> dict[str, tuple[str, str]]:
