@@ -246,13 +246,15 @@ def label_beside(text: str, area: Area, taken: Sequence[Area], colour: str, titl
                     return
 
 
-def area_of(text: TextLine) -> Area:
-    """Return about where a text is drawn."""
-    width = text_width(text.text, text.size, bold=text.bold)
-    start = {"start": 0.0, "middle": width / 2, "end": width}[text.anchor]
-    if text.turned:
-        return Area(text.x - text.size * 0.8, text.y - width + start, text.size, width)
-    return Area(text.x - start, text.y - text.size * 0.8, width, text.size)
+def area_of(item: Rectangle | TextLine) -> Area:
+    """Return where a rectangle is drawn, or about where a text is."""
+    if isinstance(item, Rectangle):
+        return Area(item.x, item.y, item.width, item.height)
+    width = text_width(item.text, item.size, bold=item.bold)
+    start = {"start": 0.0, "middle": width / 2, "end": width}[item.anchor]
+    if item.turned:
+        return Area(item.x - item.size * 0.8, item.y - width + start, item.size, width)
+    return Area(item.x - start, item.y - item.size * 0.8, width, item.size)
 
 
 def _fits(text: str, size: float, width: float, height: float) -> bool:

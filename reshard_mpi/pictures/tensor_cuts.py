@@ -245,40 +245,51 @@ def _target(
     for block in cut.target.blocks:
         if not block.box.size:
             continue
-        x, y, width, height = frame.place(block.box)
         all_moves = by_target.get(block.planned, []) if block.planned is not None else []
         moves = [move for move in all_moves if is_at_front(move.region, cut.target.shown)]
         if block.pieces > 1:
             moves = [move._replace(region=block.box) for move in moves[:1]]
-        for move in moves[: max(1, _MOST_DRAWN_MOVES - drawn)]:
-            drawn += 1
+        shown = moves[: max(1, _MOST_DRAWN_MOVES - drawn)]
+        drawn += len(shown)
+        for move in shown:
             yield from _move(frame, move, cut, sources, grounds, whole=len(moves) == 1)
+        x, y, width, height = frame.place(block.box)
         title = f"target {_holders(block, targets)}: {_pieces(block)}"
         frames.append(Rectangle(x, y, width, height, None, INK, _line(width, height) + 0.5))
         ground = grounds.of(moves[0]) if len(moves) == 1 else None
-        names, labels = list(_names(block, targets)), list[str]()
-        if block.copies == block.pieces == 1:  # each of several targets reads sources of its own
-            read = sorted({move.source for move in all_moves if move.source is not None})
-            texts = dict.fromkeys((sources.called(read) if sources.names else "", sources.briefly(read)))
-            labels = [f"{name} < {text}" for name in names for text in texts if read and text]
-        labels += names
+        labels = list(_target_labels(block, all_moves, targets, sources))
         is_striped = block.pieces == 1 and len(grounds.tensors) > 1
         left = 8 + max(text_width(text, 9) for text in grounds.tensors.values()) if is_striped else 0.0
         left = left if left < width / 2 else 0.0  # else labels of stripes are where the other is not
         label = list(framed_label(labels, Area(x + left, y, width - left, height), ground, title))
         frames += label
         if is_striped:
-            taken = [
-                area_of(item) if isinstance(item, TextLine) else Area(item.x, item.y, item.width, item.height)
-                for item in label
-            ]
-            for move in moves[: max(0, _MOST_DRAWN_MOVES - drawn)]:
-                stripe, text = Area(*frame.place(move.region)), grounds.tensors.get(move.tensor, "")
-                stripes = list(label_beside(text, stripe, taken, on(grounds.of(move)), move.tensor)) if text else []
-                taken += map(area_of, stripes)
-                frames += stripes
+            frames += _stripe_labels(frame, moves[: max(0, _MOST_DRAWN_MOVES - drawn)], grounds, label)
     yield from frames
     yield from _ticks(frame, [block.box for block in cut.target.blocks])
+
+
+def _target_labels(block: DrawnBlock, moves: Sequence[DrawnMove], targets: Shards, sources: Shards) -> Iterator[str]:
+    """Yield what may be written into a block of the target, the longest first."""
+    names = list(_names(block, targets))
+    if block.copies == block.pieces == 1:  # each of several targets reads sources of its own
+        read = sorted({move.source for move in moves if move.source is not None})
+        texts = dict.fromkeys((sources.called(read) if sources.names else "", sources.briefly(read)))
+        yield from (f"{name} < {text}" for name in names for text in texts if read and text)
+    yield from names
+
+
+def _stripe_labels(
+    frame: _TensorFrame, moves: Sequence[DrawnMove], grounds: _Grounds, label: Sequence[Rectangle | TextLine]
+) -> Iterator[TextLine]:
+    """Yield the names of the source tensors in the stripes of a block, where they meet neither its label nor others."""
+    taken = [*map(area_of, label)]
+    for move in moves:
+        text, stripe = grounds.tensors.get(move.tensor), Area(*frame.place(move.region))
+        if text:
+            lines = list(label_beside(text, stripe, taken, on(grounds.of(move)), move.tensor))
+            taken += map(area_of, lines)
+            yield from lines
 
 
 def _move(
