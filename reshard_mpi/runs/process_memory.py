@@ -17,7 +17,7 @@ from reshard_mpi.engine.shard_transfer import are_many, is_gathered, is_transpos
 from reshard_mpi.filesystem.paths import is_object_path
 from reshard_mpi.filesystem.source_files import entries, is_folder, version_of
 from reshard_mpi.formats.locations import Constant, Dequantized, LibraryRead, Reduced
-from reshard_mpi.formats.tensor_table import KEPT_OFFSET_BYTES, KEPT_TENSOR_BYTES
+from reshard_mpi.formats.tensor_table import KEPT_OFFSET_BYTES, KEPT_TENSOR_BYTES, TensorEntry
 from reshard_mpi.planning.rank_plan import Group, RankPlan, TensorPlan
 from reshard_mpi.processes.comm import Comm
 from reshard_mpi.processes.governor import Allowance
@@ -178,25 +178,21 @@ class Projection(NamedTuple):
         buffer_bytes = window_bytes = conversion_bytes = turning_bytes = 0
         records_bytes = self._records_bytes(plan)
         if self.writes and are_many(plan.tensors):
-            has_numpy, buffer_bytes = True, 2 * LIMITS.buffer_bytes
-            window_bytes = max(window_bytes, plan.needed_bytes)
+            has_numpy, buffer_bytes, window_bytes = True, 2 * LIMITS.buffer_bytes, plan.needed_bytes
         for group in plan.tensors.groups:
-            first = group.tensor(0)
+            first, *others = group.tensor(0), *_otherwise_stored(group)
             buffer_bytes = max(buffer_bytes, min(LIMITS.buffer_bytes, group.kind.size_bytes))
             through_windows = any(
                 is_gathered(tensor, LIMITS) or (self.compares and _is_gathered_to_compare(tensor))
-                for tensor in (first, *_otherwise_stored(group))
+                for tensor in (first, *others)
             )
             if is_transposed(first, LIMITS):
                 turning_bytes = LIMITS.tile_bytes
             is_summed_in_short_runs = self.compares and self.writes and _is_in_short_runs(first)
             has_numpy = has_numpy or through_windows or is_summed_in_short_runs
-            for source in (item.source for tensor in (first, *_otherwise_stored(group)) for item in tensor.reads):
+            for source in (item.source for tensor in (first, *others) for item in tensor.reads):
                 stored = source.unconverted
-                if stored is not source or isinstance(stored.source, Reduced | Dequantized):
-                    conversion_bytes = _CONVERSION_BYTES
-                if isinstance(stored.source, Dequantized):
-                    conversion_bytes = 2 * _CONVERSION_BYTES
+                conversion_bytes = max(conversion_bytes, _conversion_bytes(source, stored))
                 for place in stored.source.places if isinstance(stored.source, Reduced) else (stored.source,):
                     if isinstance(place, LibraryRead):
                         read_bytes = 2 * min(LIMITS.buffer_bytes, stored.size_bytes)  # in the child and in this process
@@ -254,6 +250,13 @@ def _otherwise_stored(group: Group) -> Iterator[TensorPlan]:
     for place in range(1, len(group.names)):
         if any(route.numbers[place] in route.tensors.locations for route in group.routes if route.tensors.locations):
             yield group.tensor(place)
+
+
+def _conversion_bytes(source: TensorEntry, stored: TensorEntry) -> int:
+    """Return the memory that converting elements takes. stored: the source before its elements are converted."""
+    if isinstance(stored.source, Dequantized):
+        return 2 * _CONVERSION_BYTES
+    return _CONVERSION_BYTES if stored is not source or isinstance(stored.source, Reduced) else 0
 
 
 def _is_gathered_to_compare(tensor: TensorPlan) -> bool:

@@ -312,6 +312,18 @@ def test_weights_whose_inputs_are_scaled_are_not_dequantized(tmp_path: Path) -> 
     assert bytes_of(tmp_path / "moved") == {name: array.tobytes() for name, array in tensors.items()}
 
 
+def test_the_memory_of_converting_is_the_same_in_any_order_of_tensors(tmp_path: Path) -> None:
+    """Dequantized weights take more than others that are converted too, before or behind them."""
+    sample = fp8(np.random.default_rng(7), (7, 8), (4, 8), np.dtype(np.float32))
+    configuration = {"quant_method": "fp8", "weight_block_size": [4, 8]}
+    peaks = set()
+    for name in ("a.weight", "z.weight"):
+        tensors = {name: np.ones((7, 8), BFLOAT16), **sample.tensors}
+        source = write(tmp_path / name, {each: tensors[each] for each in sorted(tensors)}, configuration)
+        peaks.add(reshard_mpi.plan(source, dtype="fp32").peak_bytes)
+    assert len(peaks) == 1
+
+
 def write_packed(folder: Path, rows: int, columns: int, bits: int = 4) -> tuple[Path, dict[str, Array]]:
     """Write a weight in packed groups of 16 columns; return the checkpoint and its tensors."""
     tensors = packed(np.random.default_rng(rows), (rows, columns), bits, 16, BFLOAT16).tensors
