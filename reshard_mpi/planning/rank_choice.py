@@ -215,15 +215,7 @@ def needed_ranks(
     demands: dict[Placement, dict[Piece, None]] = {}
     unplaced: dict[tuple[Placement, ...], None] = {}
     seen = set()
-    every_name = dict.fromkeys((*target.parameters, *source.parameters, *names))
-    listed_ways = set()
-    for name in every_name:
-        way = (id(source.parameters.get(name)), id(target.parameters.get(name)))
-        if way in listed_ways:
-            continue
-        if name in source.parameters and name in target.parameters:
-            listed_ways.add(way)  # names that both strategies list in the same way need the same
-        origins, placements = _placements(source, target, name, unlisted, every_name)
+    for name, origins, placements in _distinct_placements(source, target, names, unlisted):
         if origins and not placements and unlisted is Unlisted.FOLLOW:
             unplaced[origins] = None
         placement = target.of_rank(placements, target_rank)
@@ -235,17 +227,13 @@ def needed_ranks(
         if from_any_stage and name not in source.parameters:
             alternatives = [(origin.with_stages((stage,)),) for origin in origins for stage in origin.stages]
         try:
-            needs = [
-                need
-                for options in alternatives
-                for need in _choose_alternative(options, placement, target_rank, home, available)
-            ]
+            for options in alternatives:
+                for held, pieces in _choose_alternative(options, placement, target_rank, home, available):
+                    demands.setdefault(held, {}).update(dict.fromkeys(pieces))
         except LayoutError as error:
             error.where = f"parameter {name!r}, {source.origin or 'source'} to {target.origin or 'target'}"
             error.remedy = error.remedy or "check that both strategies belong to the same network"
             raise
-        for placement, pieces in needs:
-            demands.setdefault(placement, {}).update(dict.fromkeys(pieces))
     ranks = set(choose_holders(demands, home, available).values())
     if source.world_size == target.world_size and target_rank in available:
         # Its own shard is opened in any case, since it may hold values that no strategy lists.
@@ -343,6 +331,22 @@ def _choose_alternative(
         )
     )
     return next(complete, options[0])
+
+
+def _distinct_placements(
+    source: Strategy, target: Strategy, names: Iterable[str], unlisted: Unlisted
+) -> Iterator[tuple[str, tuple[Placement, ...], tuple[Placement, ...]]]:
+    """Yield names, each with its placements in both strategies; one of all that both list in the same way."""
+    every_name = dict.fromkeys((*target.parameters, *source.parameters, *names))
+    listed_ways = set()
+    for name in every_name:
+        own, others = source.parameters.get(name), target.parameters.get(name)
+        way = (id(own), id(others))
+        if way in listed_ways:
+            continue
+        if own is not None and others is not None:
+            listed_ways.add(way)
+        yield name, *_placements(source, target, name, unlisted, every_name)
 
 
 def _placements(
