@@ -57,28 +57,21 @@ def layout_of(scheme: Scheme) -> SchemeLayout:
     by_rows = (StoredAxis(ROWS, Fraction(1, rows)),) if rows else ()
     # A column may be of any group if an index says its group: then all groups go with every part.
     by_columns = (StoredAxis(COLUMNS, Fraction(1, columns), not scheme.act_order),) if columns else ()
+    scales = (*by_rows, *by_columns)
     zeros_required = not scheme.symmetric
     index = StoredAxis(COLUMNS)
     if scheme.kind in ("gptq", "awq"):
-        # dimension 0 is of columns
-        words = (
-            (StoredAxis(COLUMNS, packed), StoredAxis(ROWS))
-            if scheme.kind == "gptq"
-            else (StoredAxis(COLUMNS), StoredAxis(ROWS, packed))
-        )
+        is_gptq = scheme.kind == "gptq"
+        # Dimension 0 is of columns, which gptq packs; awq packs rows.
+        words = (StoredAxis(COLUMNS, packed if is_gptq else _ONE), StoredAxis(ROWS, _ONE if is_gptq else packed))
         groups = by_columns or (StoredAxis(None),)  # one for all columns
+        # gptq stores the zero points of symmetric weights too
+        zeros_required = zeros_required or is_gptq
         parts = [
             SchemePart("scale", ("scales",), FLOATS, (*groups, *by_rows)),
-            # gptq stores the zero points of symmetric weights too
-            SchemePart(
-                "zeros",
-                ("qzeros",),
-                _WORDS,
-                (*groups, StoredAxis(ROWS, packed)),
-                zeros_required or scheme.kind == "gptq",
-            ),
+            SchemePart("zeros", ("qzeros",), _WORDS, (*groups, StoredAxis(ROWS, packed)), zeros_required),
         ]
-        if scheme.kind == "gptq":
+        if is_gptq:
             parts.append(SchemePart("group_index", ("g_idx",), _WORDS, (index,), scheme.act_order))
         return SchemeLayout(SchemePart("stored", ("qweight",), _WORDS, words), tuple(parts), "weight")
     if scheme.kind == "packed":
@@ -86,7 +79,7 @@ def layout_of(scheme: Scheme) -> SchemeLayout:
         return SchemeLayout(
             SchemePart("stored", ("weight_packed",), _WORDS, (StoredAxis(ROWS), StoredAxis(COLUMNS, packed))),
             (
-                SchemePart("scale", ("weight_scale",), FLOATS, (*by_rows, *by_columns)),
+                SchemePart("scale", ("weight_scale",), FLOATS, scales),
                 SchemePart("zeros", ("weight_zero_point",), _WORDS if rows else _INTEGERS, zeros, zeros_required),
                 SchemePart("group_index", ("weight_g_idx",), _WORDS, (index,), scheme.act_order),
                 SchemePart("shape", ("weight_shape",), frozenset(("int64", "int32")), required=False),
@@ -103,20 +96,21 @@ def layout_of(scheme: Scheme) -> SchemeLayout:
         halves = (StoredAxis(ROWS), StoredAxis(COLUMNS, Fraction(1, 2)))
         stored = SchemePart("stored", ("weight_packed" if is_compressed else "weight",), _BYTES, halves)
         dtypes = _BYTES if scheme.kind == "mxfp4" else FLOATS_8_BIT
-        parts = [SchemePart("scale", ("weight_scale",), dtypes, (*by_rows, *by_columns))]
+        parts = [SchemePart("scale", ("weight_scale",), dtypes, scales)]
         if scheme.kind == "nvfp4":
             name = "weight_global_scale" if is_compressed else "weight_scale_2"
             parts.append(SchemePart("global_scale", (name,), FLOATS))
             parts.append(SchemePart("carried", ("pre_quant_scale",), FLOATS, (index,), required=False))
         return SchemeLayout(stored, tuple(parts), "weight")
     names = ("weight_scale_inv", "weight_scale") if scheme.name == "fp8" else ("weight_scale",)
-    is_integer = scheme.kind == "int8"
-    stored_dtypes = frozenset(("int8",)) if is_integer else FLOATS_8_BIT
-    scales, zero_dtypes = (*by_rows, *by_columns), _INTEGERS | (frozenset() if is_integer else FLOATS | FLOATS_8_BIT)
+    if scheme.kind == "int8":
+        dtypes, scale_dtypes, zero_dtypes = frozenset(("int8",)), FLOATS, _INTEGERS
+    else:
+        dtypes, scale_dtypes, zero_dtypes = FLOATS_8_BIT, _FLOATS_OR_POWERS, _INTEGERS | FLOATS | FLOATS_8_BIT
     return SchemeLayout(
-        SchemePart("stored", ("weight",), stored_dtypes, (StoredAxis(ROWS), StoredAxis(COLUMNS))),
+        SchemePart("stored", ("weight",), dtypes, (StoredAxis(ROWS), StoredAxis(COLUMNS))),
         (
-            SchemePart("scale", names, FLOATS if is_integer else _FLOATS_OR_POWERS, scales),
+            SchemePart("scale", names, scale_dtypes, scales),
             SchemePart("zeros", ("weight_zero_point",), zero_dtypes, scales, zeros_required),
         ),
         "weight",
@@ -213,6 +207,44 @@ def _logical_lengths(axes: Sequence[StoredAxis], own: Sequence[int], stated: Seq
     return lengths[ROWS], lengths[COLUMNS]
 
 
+class _WantedDimension(NamedTuple):
+    """A dimension that a companion must have."""
+
+    length: int
+    relation: Relation | None = None
+    # Where an index tells the groups, a part has all of them, also of columns that it does not have.
+    has_others: bool = False
+
+    def fits(self, length: int) -> bool:
+        return length == self.length or (self.has_others and length > self.length)
+
+
+def _wanted_of(
+    axis: StoredAxis, experts: int, axes: Sequence[StoredAxis], lengths: tuple[int, int]
+) -> _WantedDimension:
+    """Return the dimension of a companion for one of its axes. experts: how many dimensions of these are before it."""
+    if axis.of is None:
+        return _WantedDimension(int(axis.ratio))
+    dim = next(number for number, each in enumerate(axes) if each.of == axis.of)
+    ratio = axis.ratio / axes[dim].ratio
+    relation = Relation(experts + dim, ratio.denominator, ratio.numerator) if axis.tied else None
+    return _WantedDimension(math.ceil(lengths[axis.of] * axis.ratio), relation, not axis.tied)
+
+
+def _matched(shape: Sequence[int], wanted: Sequence[_WantedDimension]) -> list[Relation | None] | None:
+    """Return the relations of the dimensions of a shape, where further ones have length 1; None if some do not fit."""
+    relations: list[Relation | None] = []
+    remaining = list(wanted)
+    for length in shape:
+        if remaining and remaining[0].fits(length):
+            relations.append(remaining.pop(0).relation)
+        elif length == 1:
+            relations.append(None)
+        else:
+            return None
+    return None if remaining else relations
+
+
 def _relations(
     part: SchemePart,
     shape: tuple[int, ...],
@@ -224,33 +256,14 @@ def _relations(
     if part.role == "shape":
         stacked = [Relation(number, 1) for number in range(len(experts))] if len(shape) > len(experts) else []
         return [*stacked, *[None] * (len(shape) - len(stacked))]
-    ahead = [(length, Relation(number, 1), False) for number, length in enumerate(experts)]
-    behind: list[tuple[int, Relation | None, bool]] = []
-    for axis in part.axes:
-        if axis.of is None:
-            behind.append((int(axis.ratio), None, False))
-            continue
-        dim = next(number for number, each in enumerate(axes) if each.of == axis.of)
-        ratio = axis.ratio / axes[dim].ratio
-        relation = Relation(len(experts) + dim, ratio.denominator, ratio.numerator) if axis.tied else None
-        behind.append((math.ceil(lengths[axis.of] * axis.ratio), relation, not axis.tied))
+    ahead = [_WantedDimension(length, Relation(number, 1)) for number, length in enumerate(experts)]
+    behind = [_wanted_of(axis, len(experts), axes, lengths) for axis in part.axes]
     # One for all experts is possible where it is one for all elements, or what is only carried.
     for wanted in ([*ahead, *behind], behind) if not part.axes or part.role == "carried" else ([*ahead, *behind],):
-        relations: list[Relation | None] = []
-        remaining = list(wanted)
-        for length in shape:
-            # Where an index tells the groups, a part has all of them, also of columns that it does not have.
-            wanted_length, relation, has_others = remaining[0] if remaining else (0, None, False)
-            if remaining and (length == wanted_length or (has_others and length > wanted_length)):
-                relations.append(relation)
-                del remaining[0]
-            elif length == 1:
-                relations.append(None)
-            else:
-                break
-        if len(relations) == len(shape) and not remaining:
+        relations = _matched(shape, wanted)
+        if relations is not None:
             return relations
-    expected = [length for length, *_ in (*ahead, *behind)]
+    expected = [each.length for each in (*ahead, *behind)]
     sizes = [_axis_name(axis) for axis in part.axes]
     scaled = f" ({', '.join(sizes)})" if sizes else ""
     raise Misfit(part.role, f"{expected}{scaled} for {list(lengths)} rows and columns of the weight")
