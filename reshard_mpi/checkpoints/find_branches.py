@@ -168,11 +168,8 @@ def group_in_ranks(
     chosen: dict[int, list[Path]] = {}
     group_of: dict[Path, dict[str, list[Path]]] = {}
     for rank, paths in candidates.items():
-        held: dict[str, list[Path]] = {branch: [] for branch in (*example, "")}
-        for each in paths:
-            if (branch := branch_of_name(each.name)) in held:
-                held[branch].append(each)
-        others = held.pop("")
+        by_branch = grouped((branch_of_name(each.name), each) for each in paths)
+        held = {branch: by_branch.get(branch, []) for branch in example}
         _require_all(held, example, rank, path)
         if all(len(own) == 1 for own in held.values()):
             _require_one_moment(held, path)
@@ -181,10 +178,11 @@ def group_in_ranks(
             groups = [group for group in _by_moment(held) if group.keys() == example.keys()]
         if not groups:
             raise _other_moments([own[0] for own in held.values()], path)
-        group_of |= {next(iter(group.values()))[0]: group for group in groups}
+        firsts = {next(iter(group.values()))[0]: group for group in groups}
+        group_of |= firsts
         # What is beside a branch is to be chosen among, which refuses other words.
         several = [each for group in groups for own in group.values() if len(own) > 1 for each in own]
-        chosen[rank] = list(dict.fromkeys([*(next(iter(group.values()))[0] for group in groups), *several, *others]))
+        chosen[rank] = list(dict.fromkeys([*firsts, *several, *by_branch.get("", [])]))
     choice = choose(chosen, path, is_selected=is_selected)
     groups_by_rank = {rank: group_of[each] for rank, each in choice.files.items()}
     for branch in [*example][1:]:  # each by itself too: of a model there may be no numbers

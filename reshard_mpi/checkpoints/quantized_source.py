@@ -79,7 +79,7 @@ def _configuration(source: SourceCheckpoint) -> tuple[Mapping[str, Any], str] | 
         if content is not None:
             from reshard_mpi.quantization.schemes import quantization_config_of
 
-            said = quantization_config_of(content, where)
+            said = quantization_config_of(content)
             if said is not None:
                 return said, where
     return None

@@ -105,7 +105,7 @@ class Quantization(NamedTuple):
         return schemes[0]
 
 
-def quantization_config_of(values: Mapping[str, Any], where: str = "") -> Mapping[str, Any] | None:
+def quantization_config_of(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the dictionary that says how a checkpoint is quantized; None if the values do not say that it is.
 
     It has a `quant_method`, which is added where a library leaves it out.
@@ -122,10 +122,9 @@ def quantization_config_of(values: Mapping[str, Any], where: str = "") -> Mappin
             method = "compressed-tensors" if "config_groups" in inner else "unknown"
             return inner if inner.get("quant_method") is not None else {**inner, "quant_method": method}
     for key in ("text_config", "llm_config"):
-        if (
-            isinstance(inner := values.get(key), Mapping)
-            and (found := quantization_config_of(inner, where)) is not None
-        ):
+        inner = values.get(key)
+        found = quantization_config_of(inner) if isinstance(inner, Mapping) else None
+        if found is not None:
             return found
     if values.get("quant_method") is not None:
         return values
@@ -163,7 +162,7 @@ def quantization_of(config: Mapping[str, Any], where: str) -> Quantization:
 
     Raises StrategyError if it says nothing of quantization, or something impossible.
     """
-    values = quantization_config_of(config, where)
+    values = quantization_config_of(config)
     if values is None:
         raise StrategyError(
             "the configuration does not say how the checkpoint is quantized",

@@ -272,7 +272,8 @@ def notes_of_tensors(outcome: MapsOutcome, wanted: Sequence[DerivedTensor]) -> I
     if kept and is_mapped:
         yield f"no equation takes {shortened(list(dict.fromkeys(kept)))}; names and shapes stay as they are"
     with_parameters = [name for step in outcome.steps for name in step.mapped.states_left_out]
-    left_out = [name for name in outcome.left_out if name not in frozenset(with_parameters)]
+    others = {*outcome.left_out}.difference(with_parameters)
+    left_out = [name for name in outcome.left_out if name in others]
     if left_out:
         yield f"left out: {shortened(left_out)}"
     if with_parameters:

@@ -101,19 +101,18 @@ def open_folder(folder: str) -> dict[int, Manifest]:
     for name, tensor in metadata.entries.items():
         if tensor is None:
             continue
+        keys = [ItemKey(name, chunk.offsets) for chunk in tensor.chunks]
         unreadable = tensor.unreadable
         if why_not and not unreadable:
-            keys = (ItemKey(name, chunk.offsets) for chunk in tensor.chunks)
             unreadable = next((why_not[key] for key in keys if key in why_not), "")
         if unreadable:
             listed.add_unreadable(name, tensor.dtype, tensor.shape, unreadable)
             continue
-        pieces = []
-        for chunk in tensor.chunks:
-            place = place_of.get(ItemKey(name, chunk.offsets))
-            if place is not None:
-                box = boxes.get(chunk) or boxes.setdefault(chunk, Box.at(chunk.offsets, chunk.sizes))
-                pieces.append(ListedChunk(box, *place))
+        pieces = [
+            ListedChunk(boxes.get(chunk) or boxes.setdefault(chunk, Box.at(chunk.offsets, chunk.sizes)), *place)
+            for chunk, key in zip(tensor.chunks, keys)
+            if (place := place_of.get(key)) is not None
+        ]
         try:
             listed.add_listed(name, tensor.dtype, tensor.shape, pieces)
         except ValueError as error:
