@@ -38,7 +38,7 @@ from reshard_mpi.formats.deepspeed.training_tree import (
     optimizer_text,
     require_places,
 )
-from reshard_mpi.formats.deepspeed.weight_copies import compared_parts, weights_made_of
+from reshard_mpi.formats.deepspeed.weight_copies import WeightOrigin, compared_parts, weights_made_of
 from reshard_mpi.formats.dtypes import BY_NAME
 from reshard_mpi.formats.nest import flatten_tree
 from reshard_mpi.formats.nest.nodes import MODEL, Dict, Value, entry_of, is_nest_tensor
@@ -67,19 +67,7 @@ def packed(tensors: TensorTypes, strings: Mapping[str, str], own_types: OwnTypes
     parts = parts_of(root, groups, settings, options)
     layout = _layout(nest, parts, own_types, ranks, stage)
     origins = weights_made_of(tensors, layout.shared, own_types)
-    of_settings = flatten_tree.flatten(Dict([SETTINGS, settings]), is_nest_tensor).tensors
-    files: list[list[Part]] = []
-    for number in range(layout.optimizer_files):
-        own_settings = (
-            whole_part(name, tensors[own.name].shape, number)._replace(source=own.name) for name, own in of_settings
-        )
-        files.append([*_optimizer_parts(layout, number), *own_settings])
-    for number, whole in enumerate(_whole_in_files(layout, tensors)):
-        of_file = (whole_part(own, tensors[own].shape, layout.optimizer_files + number) for own in whole)
-        file = [part._replace(**origins[part.source]._asdict()) if part.source in origins else part for part in of_file]
-        if layout.is_sliced:
-            file += (part for vector in frozen_vectors(layout, number) for _, part in vector.parts)
-        files.append(file)
+    files = [*_files_of_optimizer(layout, tensors, settings), *_files_of_model(layout, tensors, origins)]
     count = sum(map(len, files))
     if count > _MAX_PARTS:
         raise TargetError(
@@ -109,13 +97,30 @@ def packed(tensors: TensorTypes, strings: Mapping[str, str], own_types: OwnTypes
     return nest.in_source(Packed(names.prefix, files, text, equal, notes=notes, absent=absent, compared=compared))
 
 
-def _optimizer_parts(layout: ZeroLayout, rank: int) -> list[Part]:
-    parts: list[Part] = []
-    for vectors in vectors_of(layout, rank):
-        for vector in (vectors.weights, *vectors.state.values()):
-            parts += (part for _, part in vector.parts)
-        parts += vectors.counters.values()
-    return parts
+def _files_of_optimizer(layout: ZeroLayout, tensors: TensorTypes, settings: Sequence[Dict]) -> Iterator[list[Part]]:
+    """Yield the parts of each file of the optimizer. settings: of its groups."""
+    of_settings = flatten_tree.flatten(Dict([SETTINGS, settings]), is_nest_tensor).tensors
+    for number in range(layout.optimizer_files):
+        parts: list[Part] = []
+        for vectors in vectors_of(layout, number):
+            for vector in (vectors.weights, *vectors.state.values()):
+                parts += (part for _, part in vector.parts)
+            parts += vectors.counters.values()
+        for name, own in of_settings:
+            parts.append(whole_part(name, tensors[own.name].shape, number)._replace(source=own.name))
+        yield parts
+
+
+def _files_of_model(
+    layout: ZeroLayout, tensors: TensorTypes, origins: Mapping[str, WeightOrigin]
+) -> Iterator[list[Part]]:
+    """Yield the parts of each file of weights, then of each file of a layer or expert."""
+    for number, whole in enumerate(_whole_in_files(layout, tensors)):
+        parts = [whole_part(own, tensors[own].shape, layout.optimizer_files + number) for own in whole]
+        parts = [part._replace(**origins[part.source]._asdict()) if part.source in origins else part for part in parts]
+        if layout.is_sliced:
+            parts += (part for vector in frozen_vectors(layout, number) for _, part in vector.parts)
+        yield parts
 
 
 def _groups(nest: EngineNest) -> tuple[list[list[LaidParameter]], list[Dict]]:
@@ -154,7 +159,8 @@ def _layout(nest: EngineNest, parts: ModelParts, own_types: OwnTypes, ranks: int
     # What layers of a pipeline share lies in the files of these layers, under their names.
     _require_in_model((name for name in named if not (parts.layers and name.startswith(TIED))), tensors)
     others = [name.removeprefix(MODEL) for name in tensors if name.startswith(MODEL)]
-    frozen = [name for name in others if name not in trained and name not in buffers and name not in dict(shared)]
+    known = {*trained, *buffers, *dict(shared)}
+    frozen = [name for name in others if name not in known]
     unknown = [name for name in frozen if name not in nest.untrained]
     if stage == 3 and unknown and root.get("buffer_names") is None:
         raise TargetError(
