@@ -226,10 +226,9 @@ def read_ranks(folder: str, files: TagFiles, *, is_universal: bool = False) -> R
     models = {ranks: _model_states(ranks, str(Path(folder, name))) for ranks, name in files.models.items()}
     first = models[Ranks(0, 0)]
     data_ranks = range(first.data_ranks if first.shapes is not None or files.optimizers else 0)
-    of_optimizers = () if is_universal else data_ranks
-    expected = [Ranks(data, model) for model in range(first.model_ranks) for data in of_optimizers]
-    described = f"{counted(len(expected), 'file')} *_optim_states.pt"
-    lacking = next((ranks for ranks in expected if ranks not in files.optimizers), None)
+    of_optimizers = [] if is_universal else _all_ranks(first, data_ranks)
+    described = f"{counted(len(of_optimizers), 'file')} *_optim_states.pt"
+    lacking = next((ranks for ranks in of_optimizers if ranks not in files.optimizers), None)
     if lacking is not None:
         raise _missing(
             f"{described}, one a rank" + ("" if files.optimizers else f"; or {PARAMETERS}/"),
@@ -238,7 +237,7 @@ def read_ranks(folder: str, files: TagFiles, *, is_universal: bool = False) -> R
             + (f" of model-parallel rank {lacking.model}" if first.model_ranks > 1 else ""),
         )
     optimizers = {ranks: read_optimizer_states(str(Path(folder, name))) for ranks, name in files.optimizers.items()}
-    _require_none_beyond(expected, described, optimizers, first.path, folder)
+    _require_none_beyond(of_optimizers, described, optimizers, first.path, folder)
     _require_one_moment(models, optimizers)
     for model in range(first.model_ranks):
         require_own_files([own] for ranks, own in models.items() if ranks.model == model)
@@ -246,8 +245,7 @@ def read_ranks(folder: str, files: TagFiles, *, is_universal: bool = False) -> R
     is_sliced = any(states.is_sliced for states in optimizers.values()) or (
         is_universal and files.models[Ranks(0, 0)].startswith("zero_")
     )
-    writers = data_ranks if is_sliced else range(1)
-    of_models = [Ranks(data, model) for model in range(first.model_ranks) for data in writers]
+    of_models = _all_ranks(first, data_ranks if is_sliced else range(1))
     described = f"{counted(len(of_models), 'file')} *_model_states.pt"
     absent = next((ranks for ranks in of_models if ranks not in models), None)
     if absent is not None:
@@ -258,18 +256,31 @@ def read_ranks(folder: str, files: TagFiles, *, is_universal: bool = False) -> R
             f" model-parallel rank {absent.model}",
         )
     _require_none_beyond(of_models, described, models, first.path, folder)
-    notes = (*_differing([*models.values()]), *_differing([*optimizers.values()]), *_unread(optimizers))
-    notes += tuple(f"{key} of {Path(first.path).name}: a key that is no text" for key in first.odd_keys)
+    return RankStates(models, optimizers, is_sliced, tuple(_notes(models, optimizers, files)))
+
+
+def _notes(
+    models: Mapping[Ranks, ModelStates], optimizers: Mapping[Ranks, OptimizerStates], files: TagFiles
+) -> Iterator[str]:
+    """Say what is left out: what other ranks have than the first, and what is not read."""
+    yield from _differing([*models.values()])
+    yield from _differing([*optimizers.values()])
+    yield from _unread(optimizers)
+    first = models[Ranks(0, 0)]
+    yield from (f"{key} of {Path(first.path).name}: a key that is no text" for key in first.odd_keys)
     if files.expert_optimizers:
         shown = shortened([*files.expert_optimizers.values()])
-        notes += (f"{shown}: the optimizer of experts without ZeRO, which does not say whose elements lie where",)
-    return RankStates(models, optimizers, is_sliced, notes)
+        yield f"{shown}: the optimizer of experts without ZeRO, which does not say whose elements lie where"
 
 
 def _model_states(ranks: Ranks, path: str) -> ModelStates:
     """Read the weights and settings of a rank; of stage 3 only the first's have tensors, so others' are let go."""
     states = read_model_states(path)
     return states if ranks.data == 0 else states._replace(module={})
+
+
+def _all_ranks(first: ModelStates, data_ranks: Iterable[int]) -> list[Ranks]:
+    return [Ranks(data, model) for model in range(first.model_ranks) for data in data_ranks]
 
 
 def _missing(expected: str, folder: str, got: str = "") -> ShardError:
