@@ -174,7 +174,7 @@ def _layers_of(names: Iterable[str]) -> set[int]:
 
 
 def _require_known_places(root: Dict, names: Sequence[str], stages: Sequence[Sequence[str]], trained: set[str]) -> None:
-    """Raise TargetError unless all tensors of a pipeline are of its layers, and its stages train what it trains.
+    """Raise TargetError unless all tensors of a pipeline are of layers, and its stages list all trained parameters.
 
     Args:
         names: of the tensors in the model.

@@ -262,7 +262,7 @@ def read_ranks(folder: str, files: TagFiles, *, is_universal: bool = False) -> R
 def _notes(
     models: Mapping[Ranks, ModelStates], optimizers: Mapping[Ranks, OptimizerStates], files: TagFiles
 ) -> Iterator[str]:
-    """Say what is left out: what other ranks have than the first, and what is not read."""
+    """Say which values of other ranks than the first one are left out, and which contents are not read."""
     yield from _differing([*models.values()])
     yield from _differing([*optimizers.values()])
     yield from _unread(optimizers)
