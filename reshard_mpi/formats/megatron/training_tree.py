@@ -95,29 +95,32 @@ def arranged(read: FolderTraining, folder: str) -> Manifest:
             where=folder,
             remedy="copy or restore all files of one save",
         )
-    root = Dict(["model", model])
-    notes = [*read.about_files]
-    if training.state:
-        groups, note = _groups(training)
-        steps = {name: group.get("step") for group, names in groups for name in names}
-        state_tree = Dict()
-        for key, kinds in training.state.items():
-            own = Dict.of((kind, tensor) for kind, tensor in kinds.items() if _is_kept(kind, key, training))
-            if steps.get(key) is not None and "step" not in kinds:
-                own.flat += ["step", steps[key]]
-            state_tree.flat += [key, own]
-        own_groups: list[Value] = [group if note == _NO_MEMBERS else with_members(group, own) for group, own in groups]
-        root.flat += ["optimizer", Dict(["state", state_tree, "param_groups", own_groups])]
-        notes += [note] * bool(note)
-    elif training.groups:
-        root.flat += ["optimizer", Dict(["param_groups", list(training.groups)])]
-    else:  # saved without it: still a training, whose model has its names below `model`
-        root.flat += ["optimizer", Dict()]
+    optimizer, notes = _optimizer(training)
+    root = Dict(["model", model, "optimizer", optimizer])
     for key, value in training.values.items():
         if key not in _OF_LAYOUT:
             root.flat += [_RENAMED.get(key, key), plain(value)]
     manifest = listed(root, folder, NAME, "Megatron checkpoint", read.of_file)
-    return manifest._replace(left_out=(*manifest.left_out, *read.left_out), notes=tuple(notes))
+    return manifest._replace(left_out=(*manifest.left_out, *read.left_out), notes=(*read.about_files, *notes))
+
+
+def _optimizer(training: SavedTraining) -> tuple[Dict, tuple[str, ...]]:
+    """Return the optimizer with its state by parameters, and notes on it.
+
+    It is empty where none was saved: the names of the model are below `model` even so.
+    """
+    if not training.state:
+        return Dict(["param_groups", list(training.groups)] if training.groups else []), ()
+    groups, note = _groups(training)
+    steps = {name: group.get("step") for group, names in groups for name in names}
+    state_tree = Dict()
+    for key, kinds in training.state.items():
+        own = Dict.of((kind, tensor) for kind, tensor in kinds.items() if _is_kept(kind, key, training))
+        if steps.get(key) is not None and "step" not in kinds:
+            own.flat += ["step", steps[key]]
+        state_tree.flat += [key, own]
+    own_groups: list[Value] = [group if note == _NO_MEMBERS else with_members(group, own) for group, own in groups]
+    return Dict(["state", state_tree, "param_groups", own_groups]), (note,) if note else ()
 
 
 def _is_kept(kind: str, key: str, training: SavedTraining) -> bool:
