@@ -47,6 +47,30 @@ MeshSizes = Mapping[str, int]
 
 def parse(data: str, where: str) -> Strategy:
     """Read a spec. Raises StrategyError or LayoutError, with `where` in it, for a spec without meaning."""
+    content = _content(data, where)
+    known_keys(content, SPEC_KEYS, "the spec", where)
+    axes = table(content.get("mesh"), "mesh", where)
+    mesh = {
+        text(axis, "a mesh axis", where): integer(size, f"mesh axis {axis!r}", 1, MAX_RANKS, where)
+        for axis, size in axes.items()
+    }
+    stages = integer(content.get("stages", 1), "stages", 1, MAX_STAGES, where)
+    ranks = math.prod(mesh.values()) * stages
+    if not 1 <= len(mesh) <= MAX_AXES or ranks > MAX_RANKS:
+        raise wrong("mesh", f"1 to {MAX_AXES} axes and at most {MAX_RANKS} ranks in all", axes, where)
+    entries = value_checks.rules(content.get("parameter"), "[[parameter]]", where)
+    if not entries:
+        raise wrong("[[parameter]]", "one entry or more", entries, where)
+    by_entry = [tuple(_rules(entry, number, mesh, stages, where)) for number, entry in enumerate(entries, 1)]
+    rules = tuple(value_checks.rules([rule for of_entry in by_entry for rule in of_entry], "[[parameter]]", where))
+    value_checks.patterns((glob for glob, _ in rules), where)
+    needed = (of_entry for of_entry, entry in zip(by_entry, entries) if not entry.get("optional"))
+    required = frozenset(glob for of_entry in needed for glob, _ in of_entry if glob != "*")
+    return Strategy(ranks, stages, {}, rules, where, required_rules=required, axes=tuple(mesh))
+
+
+def _content(data: str, where: str) -> dict[str, Any]:
+    """Read the TOML of a spec. Raises StrategyError if it is none, or one that takes too much to read."""
     if len(data) > MAX_SPEC_BYTES:
         raise StrategyError("the spec is too large", expected=f"at most {MAX_SPEC_BYTES} bytes", where=where)
     if any(line.count(".") > _MAX_DOTS for line in data.split("\n")):
@@ -74,25 +98,7 @@ def parse(data: str, where: str) -> Strategy:
             where=where,
             remedy="give it by --map",
         )
-    known_keys(content, SPEC_KEYS, "the spec", where)
-    axes = table(content.get("mesh"), "mesh", where)
-    mesh = {
-        text(axis, "a mesh axis", where): integer(size, f"mesh axis {axis!r}", 1, MAX_RANKS, where)
-        for axis, size in axes.items()
-    }
-    stages = integer(content.get("stages", 1), "stages", 1, MAX_STAGES, where)
-    ranks = math.prod(mesh.values()) * stages
-    if not 1 <= len(mesh) <= MAX_AXES or ranks > MAX_RANKS:
-        raise wrong("mesh", f"1 to {MAX_AXES} axes and at most {MAX_RANKS} ranks in all", axes, where)
-    entries = value_checks.rules(content.get("parameter"), "[[parameter]]", where)
-    if not entries:
-        raise wrong("[[parameter]]", "one entry or more", entries, where)
-    by_entry = [tuple(_rules(entry, number, mesh, stages, where)) for number, entry in enumerate(entries, 1)]
-    rules = tuple(value_checks.rules([rule for of_entry in by_entry for rule in of_entry], "[[parameter]]", where))
-    value_checks.patterns((glob for glob, _ in rules), where)
-    needed = (of_entry for of_entry, entry in zip(by_entry, entries) if not entry.get("optional"))
-    required = frozenset(glob for of_entry in needed for glob, _ in of_entry if glob != "*")
-    return Strategy(ranks, stages, {}, rules, where, required_rules=required, axes=tuple(mesh))
+    return content
 
 
 def _rules(entry: Any, number: int, mesh: MeshSizes, stages: int, where: str) -> Iterator[tuple[str, Placement]]:
