@@ -143,17 +143,16 @@ def _weights(training: DeepSpeedTraining, folder: str) -> Iterator[tuple[str, Va
         copies = () if elsewhere is None else elsewhere.pieces_as(value.dtype)
         yield name, TensorPieces(value.dtype, shape, (*own_pieces, *copies))
     lacking = [name for name in training.trained if name not in training.weights]
-    tied = [name for name in lacking if name.startswith(TIED)]
-    if len(tied) < len(lacking):
-        name = next(name for name in lacking if name not in tied)
+    untied = [name for name in lacking if not name.startswith(TIED)]
+    if untied:
         raise ShardError(
             "a DeepSpeed checkpoint lacks the weights of parameters that its optimizer has",
-            expected=f"{name!r} in *_model_states.pt, or in a file of its layer or expert",
+            expected=f"{untied[0]!r} in *_model_states.pt, or in a file of its layer or expert",
             got=f"{len(lacking)} parameters that are in none of them",
             where=folder,
             remedy="copy or restore all files of one save",
         )
-    for name in tied:
+    for name in lacking:
         parameter = training.trained[name]
         dtype = _type_in_layers(name, training)
         yield name, TensorPieces(dtype, parameter.shape, parameter.weights.pieces_as(dtype))
