@@ -5,10 +5,12 @@ from __future__ import annotations
 import glob
 import shlex
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from reshard_mpi.errors import CoverageError, ReshardError
+from reshard_mpi.formats.locations import ByteRanges, paths_of
 from reshard_mpi.formats.manifest import Manifest, TensorSpec
 from reshard_mpi.formats.tensor_table import ChunkedTensors, ChunkList, TensorTable
 from reshard_mpi.planning.made_tensors import MappedTensors
@@ -18,8 +20,9 @@ from reshard_mpi.planning.source_flaws import errors_text
 from reshard_mpi.sharding.box import Box, CoveredPart, Pieces, UncoveredError, overlapping
 from reshard_mpi.text import counted
 
-# Unless all are compared: overlaps of tensors of one kind, and elements of each overlap.
-_MAX_SAMPLED, _SAMPLED_ELEMENTS = 4, 4096
+# Unless all overlaps are compared: pairs of chunks of a list, places in each file, and elements at each place.
+_MAX_PAIRS, _MAX_SAMPLED, _SAMPLED_ELEMENTS = 64, 4, 4096
+_TWICE = "the checkpoint lists the same part of it twice"
 
 
 class ChunkReads:
@@ -138,18 +141,19 @@ class ChunkReads:
     def checks(self, groups: Sequence[Group], replicas: Replicas) -> Iterator[Check]:
         """Yield the checks that overlapping chunks hold the same where they overlap.
 
-        With CHECK all overlaps are compared whole; with SAMPLE the beginnings of a few; with ANY none.
+        With CHECK all overlaps are compared whole; with SAMPLE a few places in each file that has some; with ANY none.
         """
         if replicas is Replicas.ANY:
             return
-        limit = None if replicas is Replicas.CHECK else _MAX_SAMPLED
+        limit = None if replicas is Replicas.CHECK else _MAX_PAIRS
+        sampled = Counter[str]()
         for group in groups:
             for route in group.routes:
-                if isinstance(route.tensors, ChunkedTensors):
-                    yield from islice(self._overlaps(group, route, limit), limit)
+                for overlap in self._overlaps(group, route, limit) if isinstance(route.tensors, ChunkedTensors) else ():
+                    yield from (overlap,) if limit is None else _sampled(overlap, sampled)
 
     def _overlaps(self, group: Group, route: ReadGroup, limit: int | None) -> Iterator[Check]:
-        """Yield the checks of overlaps: of all of them, or of parts of some, up to a limit for each list of chunks."""
+        """Yield the checks of whole overlaps, up to a limit for each list of chunks."""
         tensors = route.tensors
         assert isinstance(tensors, ChunkedTensors)
         for place, name in enumerate(group.names):
@@ -160,13 +164,48 @@ class ChunkReads:
                 found = overlapping([box for box, _ in chunks], route.region)
                 self._overlapping[key] = list(islice(found, limit))
             for first, second, region in self._overlapping[key]:
-                shared = region if limit is None else next(region.blocks(_SAMPLED_ELEMENTS))
-                reads = (self._chunk(tensors, number, chunk, name, shared) for chunk in (first, second))
-                yield Check(name, tuple(reads), refuse=True, why="the checkpoint lists the same part of it twice")
+                reads = (self._chunk(tensors, number, chunk, name, region) for chunk in (first, second))
+                yield Check(name, tuple(reads), refuse=True, why=_TWICE)
 
     def _chunk(self, tensors: ChunkedTensors, number: int, chunk: int, name: str, region: Box) -> ReadItem:
         box, file = tensors.chunk_lists[tensors.chunk_list_ids[number]][chunk]
         return ReadGroup(0, box, region, file, (tensors.numbers[number][chunk],)).item(0, name)
+
+
+def _sampled(overlap: Check, sampled: Counter[str]) -> Iterator[Check]:
+    """Yield the checks of places in an overlap, one where each range of bytes begins, until a file has enough of them.
+
+    Args:
+        sampled: how many each file has, by its path; they are counted on.
+    """
+    paths_at: dict[int, set[str]] = {}
+    for read in overlap.reads:
+        for start, path in _beginnings(read):
+            paths_at.setdefault(start, set()).add(path)
+    for start, paths in sorted(paths_at.items()):
+        if any(sampled[path] < _MAX_SAMPLED for path in paths):
+            sampled.update(paths)
+            block = next(overlap.reads[0].region.blocks(_SAMPLED_ELEMENTS, start))
+            yield overlap._replace(reads=tuple(read._replace(region=block) for read in overlap.reads))
+
+
+def _beginnings(read: ReadItem) -> Iterator[tuple[int, str]]:
+    """Yield the element of a region at which each range of bytes begins, with the path of its file.
+
+    Where the region is only a part of what the ranges hold, as many places are spread over it.
+    """
+    entry = read.source.unconverted
+    place, itemsize_bytes, size = entry.source, entry.dtype.itemsize_bytes, read.region.size
+    if not isinstance(place, ByteRanges):
+        yield from ((0, path) for path in paths_of(place) if size)
+        return
+    is_whole = read.region == read.source_box
+    start_bytes = 0
+    for number, run in enumerate(place.ranges):
+        start = start_bytes // itemsize_bytes if is_whole else size * number // len(place.ranges)
+        if run.length_bytes and start < size:
+            yield start, run.path
+        start_bytes += run.length_bytes
 
 
 def _unreadable(name: str, tensors: ChunkedTensors) -> CoverageError:

@@ -415,6 +415,20 @@ def test_verify_misses_any_file_that_is_lost(tmp_path: Path, form: Form) -> None
     done("verify", tag)
 
 
+@pytest.mark.parametrize("rank", few(2, range(4)))
+@pytest.mark.parametrize("jobs", few(1, ["1", "2"]))
+def test_a_share_of_another_training_is_told_wherever_its_part_of_a_tensor_begins(
+    tmp_path: Path, rank: int, jobs: str
+) -> None:
+    """The weights are held against their copies in float32 where each file begins, and not where tensors do alone."""
+    own = deepspeed_peer.training({"large.w": (256, 128), "a.w": (16, 16)}, dtype="bfloat16")
+    other = deepspeed_peer.training({"large.w": (256, 128), "a.w": (16, 16)}, dtype="bfloat16", seed=9)
+    tags = [deepspeed_peer.write(tmp_path / name, made, Form(2, 4)) for name, made in (("own", own), ("other", other))]
+    done("transform", tags[0], tmp_path / "out", "--jobs", jobs)
+    shutil.copy(tags[1] / OPTIMIZER.format(rank), tags[0] / OPTIMIZER.format(rank))
+    assert "copies of 'model." in refused("transform", tags[0], tmp_path / "out2", "--jobs", jobs)
+
+
 def test_optimizers_of_another_step_than_the_models_files_are_warned_of(tmp_path: Path) -> None:
     """Of stage 3 nothing else tells it, since the weights are in the optimizers' files."""
 
