@@ -382,11 +382,11 @@ def chosen_files(files: ShardFiles) -> str:
     What all ranks are called by is the same if some of them are missing, or restored.
     """
     names = {rank: tuple(path.rpartition("/")[2] for path in paths) for rank, paths in files.by_rank.items()}
-    if all(len(own) == 1 for own in names.values()):
-        common = common_name(name for (name,) in names.values())
-        if common is not None:
-            return common
-    if (files.by_branch and not files.is_folder) or all(len(own) == 1 for own in names.values()):
+    are_single = all(len(own) == 1 for own in names.values())
+    common = common_name(name for (name,) in names.values()) if are_single else None
+    if common is not None:
+        return common
+    if are_single or (files.by_branch and not files.is_folder):
         # First the way that calls a single rank as it calls many.
         for way in (name_without_rank, *NAME_WAYS, name_ending_in_rank):
             called = (" and ".join(way(rank, name) for name in own) for rank, own in names.items())

@@ -742,3 +742,13 @@ def test_an_index_of_others_stays(tmp_path: Path, name: str) -> None:
         with pytest.raises(TargetError, match="an index that is not known"):
             reshard_mpi.transform(source, tmp_path / "out", to="megatron", core_version="0.18", **again)
         assert other.read_bytes() == b"other"
+
+
+def test_a_gated_matrix_that_is_there_whole_and_in_halves_is_refused(tmp_path: Path) -> None:
+    """As where one of both is of another save: read as one tensor, the halves would be lost."""
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    arrays = {f"{name}{end}": np.ones((2, 2), np.float32) for end in ("_w", "_v", "")}
+    model = {own: torch_peer.tensor(deepspeed_peer.sample(array), own) for own, array in arrays.items()}
+    torch_peer.save(tmp_path / "a.pt", {"model": model})
+    reshard_mpi.transform(tmp_path / "a.pt", tmp_path / "dst", to="megatron")
+    assert "whole and in halves" in refused("transform", tmp_path / "dst", tmp_path / "out")

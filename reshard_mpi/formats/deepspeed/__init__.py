@@ -99,7 +99,7 @@ def open_folder(folder: str, strategy: Strategy | None = None) -> dict[int, Mani
     if is_universal:
         training = _universal(states, weights[0], folder)
     else:
-        training = _of_ranks(states, files, weights, of_parts, rules)
+        training = _of_ranks(states, files, weights, of_parts, rules)._replace(is_sliced=states.is_sliced)
     manifest = arranged(training, folder, states.notes)
     of_first = (_OF_FIRST,) if states.is_sliced and states.first.data_ranks > 1 and states.first.buffers else ()
     of_slices = (JOINED if strategy is None else JOINED_BY_STRATEGY,) if parts > 1 else ()

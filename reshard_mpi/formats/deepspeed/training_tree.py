@@ -59,6 +59,7 @@ class DeepSpeedTraining(NamedTuple):
         settings: the optimizer's groups, each with the numbers of flat groups as `params`.
         values: what else the optimizer has; starts, path: where the storages of tensors in them begin, in which file.
         layers: the numbers of a pipeline's layers; stages: the names of the parameters that each of its stages trains.
+        is_sliced: whether parameters of the model may have no elements in `weights`, as at stage 3.
     """
 
     model: ModelStates
@@ -71,6 +72,7 @@ class DeepSpeedTraining(NamedTuple):
     path: str = ""
     layers: Sequence[int] = ()
     stages: Sequence[Sequence[str]] = ()
+    is_sliced: bool = True
 
 
 def arranged(training: DeepSpeedTraining, folder: str, left_out: Sequence[str]) -> Manifest:
@@ -137,7 +139,8 @@ def _weights(training: DeepSpeedTraining, folder: str) -> Iterator[tuple[str, Va
                 got=str(list(value.shape)),
                 where=training.model.path,
             )
-        if 0 in value.shape and elsewhere is None and name not in training.model.buffers:
+        is_placeholder = training.is_sliced and 0 in value.shape and name not in training.model.buffers
+        if is_placeholder and elsewhere is None:
             raise _without_elements(name, training.model.path)
         own_pieces = () if is_empty else value.pieces
         copies = () if elsewhere is None else elsewhere.pieces_as(value.dtype)
@@ -145,9 +148,10 @@ def _weights(training: DeepSpeedTraining, folder: str) -> Iterator[tuple[str, Va
     lacking = [name for name in training.trained if name not in training.weights]
     untied = [name for name in lacking if not name.startswith(TIED)]
     if untied:
+        name = untied[0]
         raise ShardError(
             "a DeepSpeed checkpoint lacks the weights of parameters that its optimizer has",
-            expected=f"{untied[0]!r} in *_model_states.pt, or in a file of its layer or expert",
+            expected=f"{name!r} in *_model_states.pt, or in a file of its layer or expert",
             got=f"{len(lacking)} parameters that are in none of them",
             where=folder,
             remedy="copy or restore all files of one save",

@@ -189,6 +189,14 @@ def _with_joined_halves(tensors: Mapping[str, TensorPieces], folder: str) -> dic
             joined[name] = tensor
             continue
         stem, axis = match["whole"], layer_axes(name)
+        if stem[:-1] in tensors:
+            raise ShardError(
+                f"the gated matrix {stem[:-1]!r} of a Megatron checkpoint is there whole and in halves",
+                expected="one of both",
+                got=f"{stem[:-1]} and {name}",
+                where=folder,
+                remedy="remove what is of another save; weights under all names can be read with --from dcp",
+            )
         gate, up = tensors.get(stem + _GATE), tensors.get(stem + _UP)
         if gate is None or up is None or gate[:2] != up[:2] or len(gate.shape) <= axis:
             raise ShardError(
