@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import dcp_peer, torch_peer
+from support import dcp_peer, deepspeed_peer, torch_peer
 from support.checkpoints import write_ranks
+from support.command_line import refused
 from support.examples import few, many
 from support.torch_runs import tree_of
 
