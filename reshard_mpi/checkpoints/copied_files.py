@@ -25,8 +25,8 @@ from reshard_mpi.sharding.box import Box
 
 # Of more files none is compared, and no tensor in more chunks; none in an object store, where each place is a request.
 _MOST_FILES = 256
-# By how many chunks of each file copies are looked for: by a few that are not all of one value, of tensors that are
-# divided alike, by so many of all tensors, and by so many of any value.
+# Copies are looked for by a few chunks of each file, not all of one value, for each way to divide tensors; by no more
+# such chunks than this in all, and no more chunks of any value.
 _FEW_ALIKE, _MOST_TELLING, _MOST_READ = 4, 64, 1024
 
 
@@ -89,7 +89,7 @@ def _shared_out(tensors: ChunkedTensors, contents: _Contents) -> Iterator[list[_
     Those of many tensors that are divided alike may be alike by nature, so a file has enough in each way to divide.
     """
     alike, telling, read = Counter[tuple[str, int]](), Counter[str](), Counter[str]()
-    done = set[int]()  # ways to divide of which every file has enough
+    done = set[int]()  # ways to divide for which every file has enough
 
     def has_enough(path: str, way: int) -> bool:
         return alike[path, way] >= _FEW_ALIKE or telling[path] >= _MOST_TELLING or read[path] >= _MOST_READ

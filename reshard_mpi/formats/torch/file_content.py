@@ -64,7 +64,7 @@ class FileContent(NamedTuple):
 
 
 class FileSignature(NamedTuple):
-    """What is equal for copies of a file. Where it is of samples, equal ones may be of different files."""
+    """A signature by which copies of a file are told. If it is of samples, different files may have equal ones."""
 
     path: str
     sums: tuple[int, ...]
