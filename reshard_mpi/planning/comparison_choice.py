@@ -17,8 +17,8 @@ from typing import NamedTuple, TypeVar
 from reshard_mpi.formats.tensor_table import TensorTable
 from reshard_mpi.groups import grouped
 from reshard_mpi.planning.rank_choice import Replicas, is_partial_sum
-from reshard_mpi.planning.shared_facts import MOMENTS
 from reshard_mpi.planning.source_tensors import SourceGroup, TensorPart, parts_meeting
+from reshard_mpi.planning.step_counters import MOMENTS
 from reshard_mpi.sharding.box import Box
 from reshard_mpi.sharding.layout import Layout
 from reshard_mpi.sharding.placement import Piece, Placement, Shape, unravel

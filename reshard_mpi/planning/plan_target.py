@@ -15,7 +15,6 @@ from reshard_mpi.planning.rank_plan import Group, PlannedTensors, RankPlan, Read
 from reshard_mpi.planning.shared_facts import (
     CommonStrings,
     agreement_checks,
-    is_moment,
     left_out_of,
     numbers_of_stages,
     shared_tensors,
@@ -23,6 +22,7 @@ from reshard_mpi.planning.shared_facts import (
 )
 from reshard_mpi.planning.source_flaws import UnusableShard, errors_text, named
 from reshard_mpi.planning.source_tensors import SourceGroup, TensorPart
+from reshard_mpi.planning.step_counters import is_moment
 from reshard_mpi.planning.target_tensors import TargetTensors, TensorClass
 from reshard_mpi.sharding.placement import Piece, Placement
 from reshard_mpi.sharding.strategy import Unlisted, everywhere, find_or_follow, named_after

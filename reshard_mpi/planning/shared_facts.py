@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from reshard_mpi.errors import CoverageError, DisagreementError
 from reshard_mpi.formats.locations import Constant
@@ -26,38 +24,14 @@ from reshard_mpi.formats.manifest import (
     nest_without_order,
     shown_string,
 )
-from reshard_mpi.formats.tensor_table import ChunkedTensors
 from reshard_mpi.groups import grouped
 from reshard_mpi.planning.rank_plan import CHOSEN_FILES, Check, RankPlan, ReadItem, SharedFact, StageDigest, TensorPlan
 from reshard_mpi.planning.source_flaws import TEXT, PrefixDigest
 from reshard_mpi.planning.source_tensors import SourceGroup, SourceTensors
+from reshard_mpi.planning.step_counters import MOMENTS, SMALL_BYTES, counters_among, is_moment
 from reshard_mpi.sharding.box import Box
-from reshard_mpi.sharding.placement import Shape
-from reshard_mpi.text import KIB, first_few
+from reshard_mpi.text import first_few
 
-# Costs next to nothing to read from every opened shard. Of a larger tensor, as many bytes tell shards apart.
-_SMALL_BYTES = 64 * KIB
-# How MindSpore records the moment of a checkpoint: ModelCheckpoint's append_info, and the optimizers' step counter.
-MOMENTS = ("epoch_num", "step_num", "global_step")
-# The last words of names of other step counters, if these are single numbers: torch's optimizers have one for each
-# parameter (`state.w.step`), Megatron `iteration`.
-_COUNTERS = frozenset(
-    (
-        "step",
-        "steps",
-        "global_step",
-        "global_steps",
-        "step_num",
-        "iteration",
-        "iterations",
-        "iter",
-        "epoch",
-        "epoch_num",
-    )
-)
-_COUNTER_ENDINGS = tuple(_COUNTERS)
-# Names compared, the shortest paths first: if these agree, all are of one moment.
-_MAX_COUNTERS = 16
 # If stages of the target share more tensors than this, targets compare one digest of all of them.
 _MAX_COMPARED_BY_NAME = 16
 # Things named that one shard holds and that cannot be converted.
@@ -65,21 +39,6 @@ _MAX_LEFT_OUT = 8
 # Why values that each rank has for itself need not be the same.
 OWN = "each rank has its own; one of them was taken"
 _DIFFERENT_MOMENTS = "the shards are of different moments"
-
-
-def is_moment(name: str, shape: Shape = ()) -> bool:
-    """Tell whether a tensor is a step counter. shape: of the whole tensor."""
-    return name in MOMENTS or (
-        name.endswith(_COUNTER_ENDINGS)
-        and re.split(r"[./]", name)[-1] in _COUNTERS
-        and all(length == 1 for length in shape)
-    )
-
-
-def _counters(names: Iterable[str]) -> set[str]:
-    """Return the names to compare as step counters, if their shapes are shapes of counters."""
-    named = sorted((name for name in names if is_moment(name)), key=lambda name: (len(re.split(r"[./]", name)), name))
-    return {*named[:_MAX_COUNTERS], *(name for name in named if name in MOMENTS)}
 
 
 def agreement_checks(
@@ -94,7 +53,7 @@ def agreement_checks(
             several stages have them, since each rank keeps its own (random state).
     """
     names = tensors.names if len(tensors.ranks) > 1 else ()
-    counters = _counters(names)
+    counters = counters_among(names)
     for name in names:
         group = tensors.group(name)
         counts = name in counters and is_moment(name, group.shape)
@@ -108,60 +67,14 @@ def agreement_checks(
         if len(entries) < 2:
             continue
         first = next(iter(entries.values()))
-        moment = counts and first.size_bytes <= _SMALL_BYTES
+        moment = counts and first.size_bytes <= SMALL_BYTES
         if not (moment or is_compared):
             continue
         box = Box.whole(group.shape)
-        start = next(box.blocks(_SMALL_BYTES // first.dtype.itemsize_bytes), box)
+        start = next(box.blocks(SMALL_BYTES // first.dtype.itemsize_bytes), box)
         reads = tuple(ReadItem(rank, entry, box, start) for rank, entry in entries.items())
         why = _DIFFERENT_MOMENTS if moment else OWN
         yield Check(name, reads, refuse=moment, why=why)
-
-
-def moment_counters(
-    manifests: Mapping[int, Manifest], is_listed: Callable[[str], bool]
-) -> Iterator[tuple[str, TensorPlan]]:
-    """Yield each step counter of the opened shards once: the path of a shard that has it, and how to read it there.
-
-    Args:
-        is_listed: tells whether the source strategy places a tensor; then what has dimensions may be a part of more.
-            `agreement_checks` compares the counters of the shards opened for one target, `require_one_checkpoint` those
-            of targets.
-    """
-    yielded: set[str] = set()
-    for rank, manifest in manifests.items():
-        tensors = manifest.tensors
-        unreadable = tensors.unreadable.keys() if isinstance(tensors, ChunkedTensors) else ()
-        for name in sorted(_counters(tensors) - yielded.union(unreadable)):
-            entry = tensors[name]
-            is_whole = not entry.shape or not is_listed(name) or (name in MOMENTS and prod(entry.shape) == 1)
-            if is_whole and is_moment(name, entry.shape) and 0 < entry.size_bytes <= _SMALL_BYTES:
-                yielded.add(name)
-                box = Box.whole(entry.shape)
-                spec, item = TensorSpec(name, entry.dtype, entry.shape, box), ReadItem(rank, entry, box, box)
-                reads: tuple[ReadItem, ...] = (item,)
-                if tensors.in_pieces:
-                    from reshard_mpi.planning.chunk_reads import ChunkReads  # which only such checkpoints need
-
-                    reads = ChunkReads(0, 1).reads(item, tensors)
-                yield manifest.path, TensorPlan(spec, reads)
-
-
-def plain_counters(manifests: Iterable[Manifest]) -> tuple[SharedFact, ...]:
-    """Return the step counters of shards that are no tensors, each value once: texts, and numbers beside a model."""
-    from reshard_mpi.formats.nest import pairs_of
-
-    path_of = {text: manifest.path for manifest in manifests for text in manifest.strings.items()}
-    counters: dict[tuple[str, str], str] = {}
-    for text, path in path_of.items():
-        values: list[tuple[Any, Any]] = [text]
-        if text[0] == NEST:
-            with contextlib.suppress(ValueError, RecursionError):  # a damaged nest is told of where it is made again
-                values = pairs_of(nest_root(text[1]))
-        for name, value in values:
-            if type(name) is str and type(value) in (int, float, str) and is_moment(name):
-                counters.setdefault((name, str(value)), path)
-    return tuple(SharedFact(name, value, path) for (name, value), path in counters.items())
 
 
 def shared_tensors(
@@ -200,7 +113,7 @@ def unlisted_beginnings(plan: RankPlan) -> Iterator[TensorPlan]:
             item = tensor.reads[0]
             if isinstance(item.source.source, Constant):
                 continue  # it is of no rank
-            start = next(spec.box.blocks(_SMALL_BYTES // spec.dtype.itemsize_bytes))
+            start = next(spec.box.blocks(SMALL_BYTES // spec.dtype.itemsize_bytes))
             yield TensorPlan(
                 TensorSpec(spec.name, spec.dtype, spec.global_shape, start), (item._replace(region=start),)
             )

@@ -22,15 +22,14 @@ from reshard_mpi.planning.plan_target import plan_target
 from reshard_mpi.planning.rank_choice import Replicas, check_target_rank
 from reshard_mpi.planning.rank_plan import Check, Group, Limits, RankPlan, SharedFact
 from reshard_mpi.planning.shared_facts import (
-    moment_counters,
     not_carried,
-    plain_counters,
     require_nothing_left_out,
     require_one_checkpoint,
     text_digests,
     unlisted_beginnings,
 )
 from reshard_mpi.planning.source_flaws import Differing, PrefixDigest
+from reshard_mpi.planning.step_counters import moment_counters, plain_counters, steps_apart
 from reshard_mpi.planning.strategy_check import (
     NOTHING_FOUND,
     SampleFindings,
@@ -209,10 +208,11 @@ class Planner:
         manifests = {rank: self.planned_source.manifest(rank) for rank in plan.source_ranks}
         counters = plain_counters(manifests.values())
         require_one_checkpoint(counters)
-        if plan.checks:
-            plan = plan._replace(differing=self._differing(plan.checks))
+        moments = (*self._moments(manifests), *counters)
         return plan._replace(
-            shared_facts=(*plan.shared_facts, *self._moments(manifests), *counters),
+            differing=self._differing(plan.checks) if plan.checks else plan.differing,
+            shared_facts=(*plan.shared_facts, *moments),
+            warnings=(*plan.warnings, *steps_apart(moments)),
             prefix_digests=self._beginnings(plan),
         )
 
