@@ -64,7 +64,8 @@ def find_shards(
     if latest is not None and select is None:
         shards = name_left_out_beside(shards, path)
     if latest is not None:
-        shards = shards._replace(notes=(latest.note, *shards.notes), latest=Path(latest.path).name)
+        notes, warnings = (latest.note, *shards.notes), (*latest.warnings, *shards.warnings)
+        shards = shards._replace(notes=notes, warnings=warnings, latest=Path(latest.path).name)
     return shards._replace(src_files=src_files)
 
 
@@ -326,6 +327,7 @@ class Latest(NamedTuple):
     path: str
     note: str
     pointer: str
+    warnings: tuple[str, ...] = ()  # of files that name other folders
 
 
 def latest_in(path: str, format_name: str | None = None) -> Latest | None:
@@ -338,6 +340,7 @@ def latest_in(path: str, format_name: str | None = None) -> Latest | None:
     that holds no checkpoint itself is refused for it.
     """
     problem: SourceError | None = None
+    found: list[Latest] = []
     for name, forms in formats.pointer_files(format_name).items():
         pointer = Path(path, name)
         if not source_files.is_file(pointer):
@@ -345,13 +348,17 @@ def latest_in(path: str, format_name: str | None = None) -> Latest | None:
         try:
             latest = _named_by(pointer, path)
         except SourceError as error:
-            if not all(form.pointers_are_common for form in forms):
+            if not found and not all(form.pointers_are_common for form in forms):
                 raise
             problem = problem or error
             continue
         marked = formats.names_of_folder(latest.path)
         if any(form.name in marked or not form.pointers_are_common for form in forms):
-            return latest
+            found.append(latest)
+    if found:
+        others = [other for other in found if other.path != found[0].path]
+        warnings = (f"left out: {Path(other.path).name}, the latest as {other.pointer} says" for other in others)
+        return found[0]._replace(warnings=tuple(warnings))
     if problem is not None and not _holds_checkpoint(path):
         raise problem
     return None

@@ -256,8 +256,10 @@ def name_left_out(files: ShardFiles, folder: str, format_name: str | None) -> Sh
 
 
 def name_left_out_beside(files: ShardFiles, folder: str) -> ShardFiles:
-    """Return files with a warning that names the files beside the folder of the latest checkpoint, in `folder`."""
-    left_out = left_out_of_folder(folder, (), lambda name: source_files.is_folder(Path(folder, name)))
+    """Return files with a warning that names files and folders of ranks beside the latest checkpoint in `folder`."""
+    left_out = left_out_of_folder(
+        folder, (), lambda name: rank_of_folder(name) is None and source_files.is_folder(Path(folder, name))
+    )
     return _with_left_out(files, left_out, f"{folder} beside the checkpoint that is read")
 
 

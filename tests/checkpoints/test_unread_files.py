@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import dcp_peer, safetensors_peer, torch_peer
+from support import dcp_peer, deepspeed_peer, megatron_legacy_peer, safetensors_peer, torch_peer
 from support.command_line import done, run_here
 from support.dcp_peer import listed
+from support.deepspeed_peer import Form as DeepSpeedForm
 from support.examples import few
+from support.megatron_legacy_peer import Form as MegatronForm
 
 import reshard_mpi
 from reshard_mpi.checkpoints import discovery
@@ -218,6 +220,18 @@ def test_names_that_act_on_a_terminal_and_links(tmp_path: Path) -> None:
     said = done("plan", tmp_path, tmp_path.parent / "out")
     assert "\x1b" not in said.err and r"\x1b[2Jb.npz" in said.err
     assert "pipe" not in said.err and "nowhere" not in said.err and "empty" not in said.err
+
+
+def test_another_save_beside_the_latest_one_is_named(tmp_path: Path) -> None:
+    """Two programs may have saved into one folder: which of both is read has to be said, and that the other is not."""
+    save = tmp_path / "save"
+    megatron_legacy_peer.write(save, megatron_legacy_peer.training(megatron_legacy_peer.Model([[1]])), MegatronForm(1))
+    deepspeed_peer.write(save, deepspeed_peer.training({"w": (3, 2)}), DeepSpeedForm(1, 1))
+    (save / "latest").write_text("global_step3")
+    said = done("plan", save, tmp_path / "out").err
+    assert "iter_0000003" in said and "warning: left out: global_step3, the latest as latest says" in said
+    a_rank_folder(save)
+    assert "rank_0/" in done("plan", save, tmp_path / "out").err
 
 
 def link_to_itself(path: Path) -> None:
