@@ -38,7 +38,7 @@ _COUNTERS = frozenset(
     )
 )
 _COUNTER_ENDINGS = tuple(_COUNTERS)
-# Those of them that mean all of the run, wherever they are; and what torch's optimizers have of each parameter.
+# Counters of all the run, wherever they are; and the count that an optimizer of torch has of each parameter.
 _OF_RUN = ("global_step", "global_steps", "iteration")
 _STEP = re.compile(rf"(?:^|[./]){STATE_KEY}[./].+[./]step$")
 # Values of a dictionary that are looked at.

@@ -147,11 +147,12 @@ def patterns(data: bytes) -> None:
     assert strategy.rule_of(name) == next(
         (number for number, glob in enumerate(globs) if fnmatchcase(name, glob)), None
     )
-    is_only_caught = next((glob for glob in globs if fnmatchcase(name, glob)), "") == "*"
-    for base in named_after(name):
-        first = next((glob for glob in globs if fnmatchcase(base, glob)), "*")
-        may_follow = not is_only_caught or is_named_as_state(name, base)
-        assert (base in strategy.followed(name)) == (first != "*" and may_follow)
+    firsts = {
+        base: next((glob for glob in globs if fnmatchcase(base, glob)), "*") for base in (name, *named_after(name))
+    }
+    bases = [base for base in named_after(name) if firsts[base] != "*"]
+    follows = firsts[name] != "*" or any(is_named_as_state(name, base) for base in bases)
+    assert list(strategy.followed(name)) == (bases if follows else [])
 
 
 def placement_table(data: bytes) -> None:
