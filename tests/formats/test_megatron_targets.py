@@ -753,3 +753,13 @@ def test_a_gated_matrix_that_is_there_whole_and_in_halves_is_refused(tmp_path: P
     torch_peer.save(tmp_path / "a.pt", {"model": model})
     reshard_mpi.transform(tmp_path / "a.pt", tmp_path / "dst", to="megatron")
     assert "whole and in halves" in refused("transform", tmp_path / "dst", tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", few(2, ["optimizer.state.exp_avg.w", "common_state/shard_0_1", "a/shard_0_2"]))
+def test_a_weight_that_has_a_key_of_megatrons_for_a_name_is_refused(tmp_path: Path, name: str) -> None:
+    arrays = {own: np.ones((2, 2), np.float32) for own in ("w", name)}
+    model = {own: torch_peer.tensor(deepspeed_peer.sample(array), own) for own, array in arrays.items()}
+    torch_peer.save(tmp_path / "a.pt", {"model": model})
+    with pytest.raises(TargetError, match="by which Megatron keeps something else"):
+        reshard_mpi.transform(tmp_path / "a.pt", tmp_path / "dst", to="megatron")
+    assert not (tmp_path / "dst").exists()

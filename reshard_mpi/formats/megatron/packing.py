@@ -8,6 +8,7 @@ layers and experts that are stacked in it, since a rank that loads one of these 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from typing import NamedTuple
@@ -48,6 +49,10 @@ DEFAULT_RELEASE = "0.19"
 _OPTIMIZER = "optimizer."
 _STATE = f"{_OPTIMIZER}state."
 _EXTRA = "_extra_state"
+# Keys of Megatron's that are none of weights.
+_KEYS = re.compile(
+    r"(?:chained_\d+\.)?optimizer\..*|(?:common_state|rng_state|rerun_state_machine_state).*|.*/shard_[\d.]+_[\d.]+"
+)
 # The kind of state that is one number for all parameters, and is kept with the groups.
 _COUNTER = "step"
 _FLOAT32 = "float32"
@@ -104,6 +109,7 @@ def packed(tensors: TensorTypes, strings: Mapping[str, str], own_types: OwnTypes
     root, found = _source_tensors(tensors, strings, own_types)
     model = root.get("model")
     kinds = {key: tensors[name] for key, name in found.weights.items()}
+    _require_own_keys(kinds)
     places = stacked(kinds, _args(root))
     _require_dimensions(kinds, places)
     _require_trained_together(found, places)
@@ -139,6 +145,18 @@ def packed(tensors: TensorTypes, strings: Mapping[str, str], own_types: OwnTypes
         only_first=True,
         compared=[[*_copies_in(own, found)] for own in files],
     )
+
+
+def _require_own_keys(weights: Iterable[str]) -> None:
+    """Raise TargetError for a weight that has a key of Megatron's for a name, and would be read as something else."""
+    taken = next(filter(_KEYS.fullmatch, weights), None)
+    if taken is not None:
+        raise TargetError(
+            f"the weight {taken!r} has a name by which Megatron keeps something else",
+            expected="names of modules",
+            got="a key of the optimizer's state, or of an object",
+            remedy="give it another name (--map), leave it out (--exclude), or choose --to dcp",
+        )
 
 
 def _require_dimensions(weights: Mapping[str, TensorType], places: Mapping[str, StackedPlace]) -> None:
