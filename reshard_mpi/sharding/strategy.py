@@ -150,10 +150,15 @@ class Strategy:
         ends = set() if self._first_takes_all or not self.rules else set(self._patterns.ends(name))
         if self.parameters:
             ends.update(end for end in ends_of(name) if name[end:] in self.parameters)
-        bases = [name[end:] for end in sorted(ends) if not is_numbered_state(name, name[end:])]
+        bases = [base for base in (name[end:] for end in sorted(ends)) if self._may_be_parameter(base, name)]
         # `decoder.w` may be whole, or cut in another way: only state goes like `w`.
         if any(is_named_as_state(name, base) for base in bases):
             yield from bases
+
+    def _may_be_parameter(self, base: str, name: str) -> bool:
+        """Tell whether the end of a name may be a parameter's, and is no number or count of an optimizer's state."""
+        is_count = base.endswith((".step", ".state_step")) and base not in self.parameters
+        return not (is_count or is_numbered_state(name, base))
 
     @cached_property
     def _patterns(self) -> Patterns:

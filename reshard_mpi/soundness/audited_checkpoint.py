@@ -203,8 +203,9 @@ def value_findings(contents: Sequence[TensorContent], place: PlaceOf, roles: Rol
         if not _is_matrix(content) or content.is_constant or role not in _HOLDS_ELEMENTS:
             continue
         of_kin = kin_of(content.name)
-        if of_kin != content.name and kind is not TensorKind.OTHER and (role or _may_not_be_a_copy(content)):
-            alike[of_kin, content.key].append(content)
+        numberless = _NUMBER.sub("*", of_kin)  # a layer may be told by its number alone, as in torch's Sequential
+        if numberless != content.name and kind is not TensorKind.OTHER and (role or _may_not_be_a_copy(content)):
+            alike[numberless, content.key].append(content)
         if kind is TensorKind.MODEL and not role and content.dtype in _ADJUSTABLE and content.first_bad is None:
             kin[of_kin, content.shape, content.dtype].append(content)
     for same in alike.values():
@@ -341,6 +342,7 @@ def _is_added_mask(content: TensorContent) -> bool:
     return content.name.endswith("mask") and not content.nan and (content.least, content.greatest) == (0, 0)
 
 
+_NUMBER = re.compile(r"(?:^|(?<=[./]))\d{1,9}(?=[./])")
 # Tables of positions, which all layers of some models have of their own.
 _TABLE = re.compile(
     r"(?:.*\.)?(?:(?:cos|sin)(?:_cached?)?|cos_sin_cache|freqs?_c[io]s|pe|position_ids|relative_(?:position_index|coords_table))"

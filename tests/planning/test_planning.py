@@ -184,6 +184,14 @@ def test_unlisted_names_follow_the_longest_listed_tail(name: str, followed: Plac
     assert find_or_follow(strategy, name, lambda base: True) == (() if followed is None else (followed,))
 
 
+def test_a_count_of_steps_goes_like_no_parameter() -> None:
+    strategy = Strategy(2, 1, {}, (("model.*", ROWS),))
+    state = "optimizer.state.model.embed.weight"
+    assert find_or_follow(strategy, f"{state}.exp_avg", lambda base: True) == (ROWS,)
+    assert find_or_follow(strategy, f"{state}.step", lambda base: True) == ()
+    assert find_or_follow(two_ranks(**{"model.step": ROWS}), "ema.model.step", lambda base: True) == (ROWS,)
+
+
 def test_a_tail_of_another_shape_is_passed_over() -> None:
     strategy = two_ranks(**{"w": ROWS, "adam_m.w": COLUMNS})
     assert find_or_follow(strategy, "opt.adam_m.w", lambda base: base == "w") == (ROWS,)

@@ -212,6 +212,17 @@ def test_vectors_masks_and_what_is_allowed_may_be_alike(tmp_path: Path) -> None:
     assert audited(save(tmp_path / "constant", same)) == {("constant", name) for name in same}
 
 
+@pytest.mark.parametrize(
+    "form", few(2, ["{}.weight", "model.{}.attn.w", "stages.{}.blocks.0.w", "layer1.{}.conv.w", "layers.{}.w"])
+)
+def test_a_copied_layer_is_told_by_any_number(tmp_path: Path, form: str) -> None:
+    random = np.random.default_rng(0)
+    tensors = {form.format(number): random.standard_normal((8, 8)).astype(np.float32) for number in range(4)}
+    assert audited(save(tmp_path / "sound", tensors)) == set()
+    tensors[form.format(2)] = tensors[form.format(1)]
+    assert audited(save(tmp_path / "copied", tensors)) == {("copy", form.format(2))}
+
+
 def test_what_is_nearly_a_mask_is_none(tmp_path: Path) -> None:
     tensors = weights()
     mask = np.tril(np.ones((6, 6), np.float32))
