@@ -17,6 +17,8 @@ from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, same_nes
 from reshard_mpi.formats.nest.nodes import LESS, MAX_CHARACTERS, NestError, decoded, parsed, written
 from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable
 from reshard_mpi.sharding import strategy_table
+from reshard_mpi.planning.shared_facts import require_one_checkpoint
+from reshard_mpi.planning.step_counters import plain_counters
 from reshard_mpi.sharding.strategy import Strategy
 
 _TO_BE_ONE_CHECKPOINT = "choose files with --select, or put the shards of several ranks into rank_* folders"
@@ -48,8 +50,9 @@ def joined(manifests: Sequence[Manifest], path: str, *, by_branch: bool) -> Mani
         by_branch: each file is a branch, which its name says.
 
     Raises SourceError if two have the same name, or nests that cannot be joined; DisagreementError if they are of
-    different ranks.
+    different ranks, or count other steps.
     """
+    require_one_checkpoint(plain_counters(manifests))
     return _under_branches(_branches(manifests, path), path) if by_branch else _side_by_side(manifests, path)
 
 

@@ -414,6 +414,15 @@ def test_files_of_different_steps(tmp_path: Path, names: tuple[str, str]) -> Non
             discovery.find_shards(str(tmp_path / folder))
 
 
+def test_files_that_count_different_steps(tmp_path: Path) -> None:
+    """A copy of one of them may have failed. Their names say nothing."""
+    for name, tree, step in (("model.pt", MODEL, 100), ("optim.pt", OPTIMIZER, 200)):
+        key = name.removesuffix(".pt")
+        save(tmp_path / "src" / name, {key: tree, "global_step": step})
+    said = refused("transform", tmp_path / "src", tmp_path / "made", "--to", "torch")
+    assert "the shards are of different moments" in said and "= 100" in said and "= 200" in said
+
+
 def test_ranks_of_different_steps(tmp_path: Path) -> None:
     """The numbers are in the optimizers' names alone."""
     for rank in range(2):
