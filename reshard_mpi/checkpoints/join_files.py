@@ -16,9 +16,9 @@ from reshard_mpi.errors import DisagreementError, SourceError
 from reshard_mpi.formats.manifest import NEST, Manifest, ShardIdentity, same_nest
 from reshard_mpi.formats.nest.nodes import LESS, MAX_CHARACTERS, NestError, decoded, parsed, written
 from reshard_mpi.formats.tensor_table import ChunkedTensors, ListedChunk, TensorTable
-from reshard_mpi.sharding import strategy_table
 from reshard_mpi.planning.shared_facts import require_one_checkpoint
 from reshard_mpi.planning.step_counters import plain_counters
+from reshard_mpi.sharding import strategy_table
 from reshard_mpi.sharding.strategy import Strategy
 
 _TO_BE_ONE_CHECKPOINT = "choose files with --select, or put the shards of several ranks into rank_* folders"

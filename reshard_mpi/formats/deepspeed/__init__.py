@@ -169,9 +169,9 @@ def _of_several_ranks(states: RankStates, read: DeepSpeedTraining, folder: str) 
     yield from ((name, nothing) for name, own in shared.items() if own in read.trained or own in read.frozen)
     named = {name for model in states.models.values() for name in (*(model.module or {}), *model.frozen)}
     is_pipeline = states.first.module is None  # the files of its layers have the names
-    for name, own in read.frozen.items():
+    for name, frozen in read.frozen.items():
         if name not in shared and (name in named or is_pipeline):  # else it is of another save, which a warning says
-            yield name, own
+            yield name, frozen
     buffers: dict[str, TensorPieces] = {}
     for model in states.models.values():
         tensors = model.module or {}
