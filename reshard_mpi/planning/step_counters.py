@@ -91,22 +91,30 @@ def moment_counters(
                 yield manifest.path, TensorPlan(spec, reads)
 
 
-def plain_counters(manifests: Iterable[Manifest]) -> tuple[SharedFact, ...]:
-    """Return the step counters of shards that are no tensors, each value once: texts, and numbers beside a model."""
+def plain_counters(manifests: Iterable[Manifest], *, are_mapped: bool = False) -> tuple[SharedFact, ...]:
+    """Return the step counters of shards that are no tensors, each value once: texts, and numbers beside a model.
+
+    Args:
+        are_mapped: whether a map has made the shards, so that numbers in names may be others' than in the source.
+    """
     path_of = {text: manifest.path for manifest in manifests for text in manifest.strings.items()}
     counters: dict[tuple[str, str], str] = {}
     for text, path in path_of.items():
         values: list[tuple[Any, Any]] = [text]
         if text[0] == NEST:
             with contextlib.suppress(ValueError, RecursionError):  # a damaged nest is told of where it is made again
-                values = [*_plain_values(nest_root(text[1]))]
+                values = [*_plain_values(nest_root(text[1]), are_mapped=are_mapped)]
+        own: dict[str, set[str]] = {}
         for name, value in values:
             if type(name) is str and type(value) in (int, float, str) and is_moment(name):
-                counters.setdefault((name, str(value)), path)
+                own.setdefault(name, set()).add(str(value))
+        for name, distinct in own.items():
+            if len(distinct) == 1:  # else keys like 0 and "0" have one name here
+                counters.setdefault((name, distinct.pop()), path)
     return tuple(SharedFact(name, value, path) for (name, value), path in counters.items())
 
 
-def _plain_values(root: Any) -> Iterator[tuple[Any, Any]]:
+def _plain_values(root: Any, *, are_mapped: bool) -> Iterator[tuple[Any, Any]]:
     """Yield values of a nest, by dotted keys: all at the root, counters of the run, and steps of a few parameters."""
     from reshard_mpi.formats.nest import pairs_of
 
@@ -115,7 +123,8 @@ def _plain_values(root: Any) -> Iterator[tuple[Any, Any]]:
         for inner, below in islice(pairs_of(value), _MAX_LOOKED_AT):
             if inner in _OF_RUN:
                 yield f"{key}.{inner}", below
-            for parameter, own in islice(pairs_of(below), _MAX_COUNTERS) if inner == STATE_KEY else ():
+            states = pairs_of(below) if inner == STATE_KEY and not are_mapped else ()
+            for parameter, own in islice(states, _MAX_COUNTERS):
                 yield from ((f"{key}.{inner}.{parameter}.{kind}", count) for kind, count in pairs_of(own))
 
 

@@ -206,7 +206,7 @@ class Planner:
     def with_values_compared(self, plan: RankPlan) -> RankPlan:
         """Return a plan with all that reading tensors of the source shows. Raises what `plan` raises."""
         manifests = {rank: self.planned_source.manifest(rank) for rank in plan.source_ranks}
-        counters = plain_counters(manifests.values())
+        counters = plain_counters(manifests.values(), are_mapped=self.mapped is not None)
         require_one_checkpoint(counters)
         moments = (*self._moments(manifests), *counters)
         return plan._replace(
