@@ -200,6 +200,16 @@ def test_a_universal_folder_of_slices_has_second_names_and_no_strays(tmp_path: P
     assert said.code == 0 and "'old.w'" in said.err
 
 
+def test_a_universal_folder_of_a_pipeline_has_parameters_that_are_not_trained(tmp_path: Path) -> None:
+    """The files of its layers have the names, and the files of its stages do not."""
+    training = deepspeed_peer.training({f"{layer}.w": (2, 3) for layer in range(3)})
+    tag = deepspeed_peer.write_universal(tmp_path, training, Form(1, 2, stages=2))
+    (tag / "zero" / "2.frozen").mkdir()
+    shutil.copy(tag / "zero/2.w/fp32.pt", tag / "zero" / "2.frozen")
+    with reshard_mpi.open(tmp_path) as opened:
+        assert opened["model.2.frozen"][...].tobytes() == training.trained["2.w"].tobytes()
+
+
 def changed_slice(rank: int, name: str, change: Any) -> Spoil:
     """Return what replaces a tensor of the model of a tensor-parallel rank."""
 
