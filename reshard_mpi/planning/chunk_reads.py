@@ -20,7 +20,8 @@ from reshard_mpi.planning.source_flaws import errors_text
 from reshard_mpi.sharding.box import Box, CoveredPart, Pieces, UncoveredError, overlapping
 from reshard_mpi.text import counted
 
-# Unless all overlaps are compared: pairs of chunks of a list, places in each file, and elements at each place.
+# Unless all overlaps are compared: pairs of chunks of a list; overlaps of tensors of one kind, and places in each file;
+# and elements at each place.
 _MAX_PAIRS, _MAX_SAMPLED, _SAMPLED_ELEMENTS = 64, 4, 4096
 _TWICE = "the checkpoint lists the same part of it twice"
 
@@ -141,7 +142,8 @@ class ChunkReads:
     def checks(self, groups: Sequence[Group], replicas: Replicas) -> Iterator[Check]:
         """Yield the checks that overlapping chunks hold the same where they overlap.
 
-        With CHECK all overlaps are compared whole; with SAMPLE a few places in each file that has some; with ANY none.
+        With CHECK all overlaps are compared whole; with SAMPLE a few of tensors of each kind, and in each file; with
+        ANY none.
         """
         if replicas is Replicas.ANY:
             return
@@ -149,8 +151,10 @@ class ChunkReads:
         sampled = Counter[str]()
         for group in groups:
             for route in group.routes:
-                for overlap in self._overlaps(group, route, limit) if isinstance(route.tensors, ChunkedTensors) else ():
-                    yield from (overlap,) if limit is None else _sampled(overlap, sampled)
+                overlaps = self._overlaps(group, route, limit) if isinstance(route.tensors, ChunkedTensors) else ()
+                for number, overlap in enumerate(overlaps):
+                    is_first = number < _MAX_SAMPLED
+                    yield from (overlap,) if limit is None else _sampled(overlap, sampled, is_first=is_first)
 
     def _overlaps(self, group: Group, route: ReadGroup, limit: int | None) -> Iterator[Check]:
         """Yield the checks of whole overlaps, up to a limit for each list of chunks."""
@@ -172,18 +176,19 @@ class ChunkReads:
         return ReadGroup(0, box, region, file, (tensors.numbers[number][chunk],)).item(0, name)
 
 
-def _sampled(overlap: Check, sampled: Counter[str]) -> Iterator[Check]:
+def _sampled(overlap: Check, sampled: Counter[str], *, is_first: bool) -> Iterator[Check]:
     """Yield the checks of places in an overlap, one where each range of bytes begins, until a file has enough of them.
 
     Args:
         sampled: how many each file has, by its path; they are counted on.
+        is_first: whether it is one of the first of its kind, whose beginning is compared in any case.
     """
     paths_at: dict[int, set[str]] = {}
     for read in overlap.reads:
         for start, path in _beginnings(read):
             paths_at.setdefault(start, set()).add(path)
-    for start, paths in sorted(paths_at.items()):
-        if any(sampled[path] < _MAX_SAMPLED for path in paths):
+    for number, (start, paths) in enumerate(sorted(paths_at.items())):
+        if (is_first and number == 0) or any(sampled[path] < _MAX_SAMPLED for path in paths):
             sampled.update(paths)
             block = next(overlap.reads[0].region.blocks(_SAMPLED_ELEMENTS, start))
             yield overlap._replace(reads=tuple(read._replace(region=block) for read in overlap.reads))

@@ -200,6 +200,19 @@ def test_a_universal_folder_of_slices_has_second_names_and_no_strays(tmp_path: P
     assert said.code == 0 and "'old.w'" in said.err
 
 
+def test_a_slice_that_is_said_to_be_whole_is_told_behind_many_others(tmp_path: Path) -> None:
+    """Both ranks have another half of it, and the same of all that comes before it."""
+    shapes = {f"{number}.norm": (number + 1,) for number in range(12)}
+    training = deepspeed_peer.training({**shapes, "up.w": (4, 6)}, dtype="bfloat16")
+    kinds = {**dict.fromkeys(shapes, Cut("replicated")), "up.w": Cut("row")}
+    sliced = deepspeed_slices.sliced(training, kinds, 2)
+    deepspeed_slices.write(tmp_path / "save", sliced, Form(2, 2))
+    require_read(tmp_path / "save", sliced.whole, Form(2, 2))
+    wrong = deepspeed_slices.info_of(sliced.whole.trained, {**kinds, "up.w": Cut("replicated")}, 2, 0.4)
+    deepspeed_slices.write(tmp_path / "wrong", sliced._replace(info=wrong), Form(2, 2))
+    assert "copies of 'model.up.w' differ" in refused("transform", tmp_path / "wrong", tmp_path / "out")
+
+
 def test_a_universal_folder_of_a_pipeline_has_parameters_that_are_not_trained(tmp_path: Path) -> None:
     """The files of its layers have the names, and the files of its stages do not."""
     training = deepspeed_peer.training({f"{layer}.w": (2, 3) for layer in range(3)})
