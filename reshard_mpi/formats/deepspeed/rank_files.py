@@ -14,12 +14,12 @@ from reshard_mpi.formats.locations import ByteRange, ByteRanges
 from reshard_mpi.formats.nest.nodes import Call, Dict, Value, entry_of, text_pairs
 from reshard_mpi.formats.torch.file_content import (
     FileContent,
-    FileSignature,
     FlatVector,
     HeldTensor,
     held,
     read_content,
 )
+from reshard_mpi.formats.torch.file_signature import FileSignature
 from reshard_mpi.formats.torch.tensors import StoredTensor, numbers
 
 # What files say of their own layout. It is of these ranks, so nothing of it is carried over.

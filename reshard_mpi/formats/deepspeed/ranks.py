@@ -28,7 +28,8 @@ from reshard_mpi.formats.deepspeed.rank_files import (
 )
 from reshard_mpi.formats.locations import ByteRange, ByteRanges
 from reshard_mpi.formats.nest.nodes import Dict, Value
-from reshard_mpi.formats.torch.file_content import FileSignature, HeldTensor, same_files, text_of
+from reshard_mpi.formats.torch.file_content import HeldTensor, text_of
+from reshard_mpi.formats.torch.file_signature import FileSignature, same_files
 from reshard_mpi.text import counted, shortened
 
 _ZERO = r"(?:bf16_|fp16_)?zero_pp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_?optim_states\.pt"

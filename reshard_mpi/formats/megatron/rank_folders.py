@@ -20,7 +20,8 @@ from reshard_mpi.filesystem import source_files
 from reshard_mpi.formats.megatron.layers import is_expert
 from reshard_mpi.formats.megatron.training_tree import not_of_one_save, plain
 from reshard_mpi.formats.nest.nodes import Dict, Value, text_pairs
-from reshard_mpi.formats.torch.file_content import FileSignature, read_content, same_files, text_of
+from reshard_mpi.formats.torch.file_content import read_content, text_of
+from reshard_mpi.formats.torch.file_signature import FileSignature, same_files
 from reshard_mpi.text import natural_key
 
 MODEL_FILE, VECTOR_FILE = "model_optim_rng.pt", "distrib_optim.pt"

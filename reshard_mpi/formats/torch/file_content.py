@@ -10,8 +10,8 @@ from itertools import accumulate
 from typing import NamedTuple
 from zlib import crc32
 
-from reshard_mpi.errors import DisagreementError, ShardError
-from reshard_mpi.filesystem.paths import START_BYTES, is_object_path
+from reshard_mpi.errors import ShardError
+from reshard_mpi.filesystem.paths import START_BYTES
 from reshard_mpi.filesystem.source_files import SourceFile
 from reshard_mpi.formats import structure
 from reshard_mpi.formats.dtypes import DType
@@ -21,6 +21,7 @@ from reshard_mpi.formats.nest import flatten_tree
 from reshard_mpi.formats.nest.nodes import LESS, NestError, Value, entry_of
 from reshard_mpi.formats.tensor_table import NOT_CONTIGUOUS, ChunkedTensors, ListedChunk, TensorTable, TensorType
 from reshard_mpi.formats.torch.archive import Archive, Member, is_archive, program
+from reshard_mpi.formats.torch.file_signature import FileSignature
 from reshard_mpi.formats.torch.pickle_hooks import PickleCutShortError, PickleError, PickleHooks
 from reshard_mpi.formats.torch.tensors import CALLS, Storage, StoredTensor, is_tensor, named_storage, place_of
 from reshard_mpi.formats.torch.unpickler import BUDGET_BYTES, load
@@ -40,8 +41,6 @@ _PROTOCOL = 1001
 # The pickles do not say how long they are, so at first this much is read.
 _FIRST_BYTES = MIB
 _COUNT_BYTES = 8
-# By how many samples of a file copies of it are told, and how much is compared at once.
-_SAMPLES, _SAMPLE_BYTES, _COMPARED_BYTES = 64, 4096, MIB
 # Types that this program does not read, by the class of their storages: how long an element is, to pass over them.
 _PASSED_BYTES = {"QInt8Storage": 1, "QUInt8Storage": 1, "QInt32Storage": 4, "QUInt4x2Storage": 1, "QUInt2x4Storage": 1}
 _PASSED_BYTES["ComplexHalfStorage"] = 4
@@ -61,38 +60,6 @@ class FileContent(NamedTuple):
     own_record: bytes | None = None  # what this program has added to it, None in files that others have written
     has_elements: bool = False  # a storage is not empty
     signature: FileSignature | None = None  # where the file may be a copy of another one
-
-
-class FileSignature(NamedTuple):
-    """A signature by which copies of a file are told. If it is of samples, different files may have equal ones."""
-
-    path: str
-    sums: tuple[int, ...]
-    is_of_samples: bool
-
-    @classmethod
-    def of(cls, content: FileContent, file: SourceFile) -> FileSignature | None:
-        """Return the checksums that an archive keeps, else sums of samples; None in an object store without these.
-
-        Files without elements of tensors may well be alike, and have none either.
-        """
-        if content.storages_crc:
-            return cls(file.path, (content.pickle_crc, content.storages_crc), False)
-        if not content.has_elements or is_object_path(file.path):
-            return None
-        step_bytes = max(_SAMPLE_BYTES, file.size_bytes // _SAMPLES)
-        samples = (file.read(start, _SAMPLE_BYTES) for start in range(0, file.size_bytes, step_bytes))
-        return cls(file.path, (file.size_bytes, *map(crc32, samples)), True)
-
-    def is_of_copy(self, other: FileSignature) -> bool:
-        """Tell whether two files hold the same; if signatures are of samples, by reading both files."""
-        if self.sums != other.sums or not self.is_of_samples:
-            return self.sums == other.sums
-        with structure.opened(self.path) as one, structure.opened(other.path) as two:
-            return all(
-                one.read(start, _COMPARED_BYTES) == two.read(start, _COMPARED_BYTES)
-                for start in range(0, one.size_bytes, _COMPARED_BYTES)
-            )
 
 
 class Storages:
@@ -313,22 +280,12 @@ def read_content(path: str, framework: str) -> FileContent:
     """
     with structure.opened(path) as file:
         content = content_of(file, prefix=path)
-        signature = FileSignature.of(content, file)
+        checksums = (content.pickle_crc, content.storages_crc) if content.storages_crc else ()
+        signature = FileSignature.of(file, checksums) if content.has_elements else None
     if content.swapped:
         problem = f"a file of a {framework} checkpoint has the byte order that this machine has not"
         raise ShardError(problem, where=path)
     return content._replace(signature=signature)
-
-
-def same_files(framework: str, first: str, second: str) -> DisagreementError:
-    """Return the error for files of two ranks that hold the same, byte for byte, and should not."""
-    return DisagreementError(
-        f"files of two ranks of a {framework} checkpoint are copies of one",
-        expected="of each rank its own part",
-        got=f"the contents of {first}",
-        where=second,
-        remedy="copy or restore all files of one save",
-    )
 
 
 def text_of(value: Value) -> str:
