@@ -147,6 +147,20 @@ def test_words_that_stages_of_a_pipeline_share(tmp_path: Path) -> None:
     assert [[*own] for (own,) in shapes] == [[name, "1.w"], [name]]
 
 
+def _save_model_states_of_two_ranks(
+    tag: Path, training: deepspeed_peer.Training, form: Form, of_the_second: dict[str, object]
+) -> None:
+    """Put the model's files of two model ranks in place of those of ``tag``; the second has values of its own."""
+    for path in tag.glob("*_model_states.pt"):
+        path.unlink()
+    for rank in range(2):
+        for name, content in deepspeed_peer.contents(training, form):
+            if "model_states" in name:
+                content["mp_world_size"] = 2
+                content["module"].update(of_the_second if rank else {})
+                deepspeed_peer.save(tag / name.replace("mp_rank_00", f"mp_rank_{rank:02d}"), content)
+
+
 @pytest.mark.parametrize("stage", few(1, [2, 3]))
 @pytest.mark.parametrize("what", few(2, ["copies", "other values", "other shapes", "a weight"]))
 def test_a_universal_folder_of_slices_has_the_buffers_of_its_ranks(tmp_path: Path, stage: int, what: str) -> None:
@@ -155,17 +169,12 @@ def test_a_universal_folder_of_slices_has_the_buffers_of_its_ranks(tmp_path: Pat
     half = deepspeed_peer.training({"a.w": (2, 6)}, buffers=training.buffers)
     form = Form(stage, 2)
     tag = deepspeed_peer.write_universal(tmp_path, training, form)
-    for path in tag.glob("*_model_states.pt"):
-        path.unlink()
-    for rank in range(2):
-        for name, content in deepspeed_peer.contents(half, form):
-            if "model_states" in name:
-                content["mp_world_size"] = 2
-                if rank and what != "copies":
-                    other = np.arange(4 if what == "other shapes" else 3, dtype=np.float32)[::-1].copy()
-                    key = "more.w" if what == "a weight" else "scale"
-                    content["module"][key] = torch_peer.tensor(deepspeed_peer.sample(other), "new")
-                deepspeed_peer.save(tag / name.replace("mp_rank_00", f"mp_rank_{rank:02d}"), content)
+    changed = {}
+    if what != "copies":
+        other = np.arange(4 if what == "other shapes" else 3, dtype=np.float32)[::-1].copy()
+        key = "more.w" if what == "a weight" else "scale"
+        changed[key] = torch_peer.tensor(deepspeed_peer.sample(other), "new")
+    _save_model_states_of_two_ranks(tag, half, form, changed)
     if what == "copies":
         with reshard_mpi.open(tmp_path) as opened:
             assert opened["model.scale"][...].tolist() == [0, 1, 2]
@@ -186,13 +195,7 @@ def test_a_universal_folder_of_slices_has_second_names_and_no_strays(tmp_path: P
     for name in "head.w", "old.w":
         (tag / "zero" / name).mkdir()
         shutil.copy(tag / "zero/a.w/fp32.pt", tag / "zero" / name)
-    for path in tag.glob("*_model_states.pt"):
-        path.unlink()
-    for rank in range(2):
-        for name, content in deepspeed_peer.contents(half, form):
-            if "model_states" in name:
-                content["mp_world_size"] = 2
-                deepspeed_peer.save(tag / name.replace("mp_rank_00", f"mp_rank_{rank:02d}"), content)
+    _save_model_states_of_two_ranks(tag, half, form, {})
     with reshard_mpi.open(tmp_path) as opened:
         assert {name for name in opened if name.startswith("model.")} == {"model.a.w", "model.head.w"}
         assert opened["model.head.w"][...].tobytes() == opened["model.a.w"][...].tobytes()
